@@ -1,0 +1,75 @@
+# Works on a fresh Debian 12 or Ubuntu with git, make and python3 with venv. `make` alone lists what there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+RUN := .venv/bin/python -m
+SCRIPTS = $(shell git ls-files --cached --others --exclude-standard -- '*.sh') .ci/run
+
+# One environment, made once. Its stamp is named by the pins and written last: changed pins or an install that was killed
+# half-way leave no such stamp, and the environment is made anew. The lock makes a second `make` wait for the first.
+PINS := $(shell cat requirements.txt requirements-dev.txt | sha256sum | cut -c 1-16)
+STAMP := .venv/pins-$(PINS)
+
+# Debian 12's 3.11 is what the image has, so it is taken where it is there; anything newer does as well.
+define MAKE_ENVIRONMENT
+exec 9> .venv.lock; flock 9
+[ ! -e $(STAMP) ] || exit 0
+for python in "$${PYTHON:-}" python3.11 python3 python3.12 python3.13; do
+    [ -n "$$python" ] && "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break
+    python=
+done
+if [ -z "$$python" ]; then
+    echo "fluxpod needs Python 3.11 or newer with venv; found: $$(python3 --version 2>&1 || true)." >&2
+    echo "On Debian 12, or Ubuntu 24.04 and newer: apt-get install python3 python3-venv. Or name one: make PYTHON=/path/to/python3.12 ..." >&2
+    exit 1
+fi
+echo "Making .venv with $$("$$python" --version), once for these pins. torch is large: this may take minutes."
+rm -rf .venv
+"$$python" -m venv .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+touch $(STAMP)
+endef
+export MAKE_ENVIRONMENT
+export PYTHON
+
+.PHONY: help demo test check format test-image bench reference clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train the embedded default on CPU with two processes, from drawn pictures to a finished file
+	@$(RUN) entrypoint.demo --volume demo/volume
+
+test: $(STAMP) ## run the tests (no GPU, no account; under 10 minutes on two cores)
+	@$(RUN) pytest -n logical --maxprocesses 8 tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
+
+check: $(STAMP) ## lint, format, types, layers, shell scripts, Dockerfile
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	.venv/bin/lint-imports
+	.venv/bin/shellcheck $(SCRIPTS)
+	.venv/bin/hadolint Dockerfile
+
+format: $(STAMP) ## format the code and fix what ruff can fix
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+test-image: $(STAMP) ## build the real image with podman and run jobs in it (root; podman, buildah, runc, debootstrap)
+	@$(RUN) pytest tests/image
+
+bench: $(STAMP) ## speed and memory of real-size FLUX on this machine's GPU
+	@$(RUN) bench.gpu
+
+reference: $(STAMP) ## write jobs/reference.yaml and jobs/job.schema.json anew from the schema
+	@$(RUN) jobs.reference
+
+clean: ## remove the environment, the demo's volume and what tools left
+	rm -rf .venv .venv.lock demo build dist *.egg-info .*_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(STAMP):
+	@bash -eu -o pipefail -c "$$MAKE_ENVIRONMENT"

@@ -1,0 +1,229 @@
+"""What the encoders made of pictures and captions, kept on the volume by content.
+
+A key is a hash of everything the tensors depend on (the picture's bytes, its bucket, the caption, the encoders, how
+they are used), so a changed picture, caption or setting has another key, and nothing is ever out of date. The tensors
+lie in few large shards (safetensors; network volumes hate small files), named ``<key>.<tensor>``. A shard is written
+under a temporary name, flushed, then renamed: a kill loses the one being written. The shards' headers are the only
+index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from bootstrap.dataset import Item
+from bootstrap.processes import boot_id, pid_space, start_time
+from bootstrap.tensor_files import TensorEntry, TensorFileError, bytes_of, read_header, read_into, write_tensors
+from bootstrap.volume import flush_folder
+from bootstrap.weights import Weights
+from jobs.schema import Job
+
+# Raise when encoding itself changes (resizing, dtypes, tokenization): everything is then made anew.
+LATENT_VERSION = 1
+TEXT_VERSION = 1
+
+SHARD_ITEMS = 256
+SHARD_BYTES = 256 * 1024 * 1024  # 1000 latents at 512 px, 60 captions of 512 T5 tokens
+ABANDONED = 3600.0  # seconds after which another machine's temporary file is taken for a dead process's
+_PART = re.compile(r"\.shard-\w+\.(?P<machine>\w+)\.(?P<process>\d+)-(?P<start>\d+)\.part")
+
+
+def latent_key(digest: str, bucket: tuple[int, int], weights: Weights) -> str:
+    """The key of a picture (sha256 of its file) at a size."""
+    return _key("latent", LATENT_VERSION, digest, bucket[0], bucket[1], weights.digest)
+
+
+def text_key(text: str, weights: Weights, t5_mask: bool) -> str:
+    """The key of a caption or prompt."""
+    return _key("text", TEXT_VERSION, text, weights.text_tokens, t5_mask, weights.digest)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def with_keys(items: Iterable[Item], weights: Weights, t5_mask: bool) -> tuple[Item, ...]:
+    """The items with their places in the cache."""
+    return tuple(
+        replace(
+            item,
+            latent_key=latent_key(item.digest, item.bucket, weights),
+            text_key=text_key(item.caption, weights, t5_mask),
+        )
+        for item in items
+    )
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to encode: what it is, how, and whose, for messages."""
+
+    text: str
+    t5_mask: bool
+    owner: str
+
+
+def wanted_texts(job: Job, items: Iterable[Item], weights: Weights) -> dict[str, Text]:
+    """By key: every caption, the empty one where captions are dropped, and the prompts of the samples.
+
+    Prompts are encoded without T5's mask, whatever the job trains with: samples are drawn as people will draw.
+    """
+    texts: dict[str, Text] = {}
+    for item in items:
+        texts.setdefault(item.text_key, Text(item.caption, job.t5_mask, item.path))
+    if job.caption_dropout > 0:
+        texts.setdefault(text_key("", weights, job.t5_mask), Text("", job.t5_mask, "the empty caption"))
+    for prompt in job.sample.prompts:
+        texts.setdefault(text_key(prompt, weights, t5_mask=False), Text(prompt, False, f"the prompt {prompt!r}"))
+    return texts
+
+
+def wanted_latents(items: Iterable[Item]) -> dict[str, Item]:
+    """By key: one item of every picture in every bucket, bucket by bucket."""
+    latents: dict[str, Item] = {}
+    for item in sorted(items, key=lambda item: item.bucket):
+        latents.setdefault(item.latent_key, item)
+    return latents
+
+
+class Cache:
+    """The shards in ``root`` as they are now. Reads are plain reads of a byte range, never mmap.
+
+    Holds no open file: it can be sent to worker processes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.damaged: list[Path] = []
+        self.notes: list[str] = []  # lines for people
+        self._places: dict[str, tuple[Path, dict[str, TensorEntry]]] = {}
+        for path in sorted(root.glob("shard-*.safetensors")):
+            self._index(path)
+
+    def _index(self, path: Path) -> None:
+        try:
+            header = read_header(path)
+        except (TensorFileError, OSError) as error:
+            self.damaged.append(path)
+            self.notes.append(f"a damaged cache file is ignored, what it held is encoded anew: {error}")
+            return
+        for name, entry in header.tensors.items():
+            key, _, tensor = name.rpartition(".")
+            place = self._places.get(key)
+            if place is None or place[0] != path:  # in two shards: the later one holds the same
+                place = self._places[key] = (path, {})
+            place[1][tensor] = entry
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Those of ``keys`` that are not here, each once, in their order."""
+        return [key for key in dict.fromkeys(keys) if key not in self._places]
+
+    def read(self, key: str) -> dict[str, torch.Tensor]:
+        """The tensors of ``key``, in CPU memory of their own. Raises KeyError for one that is missing."""
+        path, entries = self._places[key]
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            tensors = {}
+            for name, entry in entries.items():
+                tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+                if tensors[name].numel():
+                    read_into(descriptor, bytes_of(tensors[name]), entry.offset)
+            return tensors
+        finally:
+            os.close(descriptor)
+
+    def tidy(self) -> None:
+        """Deletes damaged shards and what processes that are gone had begun to write."""
+        for path in [*self.damaged, *_abandoned(self.root)]:
+            path.unlink(missing_ok=True)
+        self.damaged.clear()
+
+
+class ShardWriter:
+    """Collects tensors and writes them as shards; use as a context manager.
+
+    On leaving in peace the last, smaller shard is written; on leaving by an exception what was collected is dropped.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._keys: list[str] = []
+        self._bytes = 0
+
+    def add(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes CPU or GPU tensors; names must hold no dot. Writes a shard when enough has come together."""
+        assert not any("." in name for name in tensors)
+        for name, tensor in tensors.items():
+            # A copy: a view would keep the whole batch it was cut from.
+            self._tensors[f"{key}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+            self._bytes += tensor.nbytes
+        self._keys.append(key)
+        if len(self._keys) >= SHARD_ITEMS or self._bytes >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was collected as one shard. Raises OSError (a full disk), leaving no temporary file."""
+        if not self._keys:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        name = f"shard-{hashlib.sha256(' '.join(self._keys).encode()).hexdigest()[:32]}"
+        part = self.root / f".{name}.{_writer()}.part"
+        try:
+            write_tensors(part, self._tensors)
+            part.replace(self.root / f"{name}.safetensors")
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        flush_folder(self.root)
+        self._tensors, self._keys, self._bytes = {}, [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.flush()
+
+
+def _machine() -> str:
+    """This container of this boot: the space in which a process id and its start time mean something."""
+    return hashlib.sha256(f"{boot_id()} {pid_space()}".encode()).hexdigest()[:16]
+
+
+def _writer() -> str:
+    return f"{_machine()}.{os.getpid()}-{start_time(os.getpid())}"
+
+
+def _abandoned(root: Path) -> Sequence[Path]:
+    """Temporary files whose writer is gone; another machine's writer is known only by the age of its file."""
+    found = []
+    for path in root.glob(".shard-*.part"):
+        match = _PART.fullmatch(path.name)
+        if match is None:
+            continue
+        if match["machine"] == _machine():
+            gone = str(start_time(int(match["process"]))) != match["start"]
+        else:
+            try:
+                gone = time.time() - path.stat().st_mtime > ABANDONED
+            except FileNotFoundError:
+                continue
+        if gone:
+            found.append(path)
+    return found

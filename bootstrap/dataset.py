@@ -1,0 +1,313 @@
+"""From the job's dataset entries to the items of the run: every picture decoded, captioned and given its buckets.
+
+All problems are found before one of them is reported. The order of the items is that of the entries, then of the
+relative paths, then of the resolutions: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from bootstrap.buckets import bucket_of, cropped_away
+from bootstrap.captions import Sidecars, decode_text, looks_like_choices, shown, with_trigger
+from bootstrap.folders import Folder, named_repeats, walk
+from bootstrap.images import ImageError, ImageFacts, inspect
+from bootstrap.plan import DataSummary
+from bootstrap.volume import Volume
+from jobs.problem import JobError, Problem
+from jobs.schema import DatasetEntry, Job
+
+Progress = Callable[[str], None]  # takes one line for people
+
+# Read as captions by other tools; here they are no images and, where nothing else matched, perhaps misplaced captions.
+TEXT_ENDINGS = frozenset(
+    {
+        *(".txt", ".caption", ".captions", ".cap", ".tags", ".tag", ".text", ".md"),
+        *(".json", ".jsonl", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".npz", ".npy"),
+    }
+)
+LISTS_OF_CAPTIONS = frozenset(("metadata", "captions", "caption", "prompts", "labels"))
+MOST_CROPPED = 0.5  # beyond this share of a picture's area, the crop is worth a note
+DECODERS = 16  # threads at most: each holds one decoded picture
+PROGRESS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One picture in one bucket: what is cached, and what is trained on."""
+
+    path: str  # below the volume, with /; absolute where it lies elsewhere
+    digest: str  # sha256 of the file's bytes
+    caption: str  # with the trigger
+    repeats: int  # per epoch
+    width: int  # of the upright picture, pixels
+    height: int
+    bucket: tuple[int, int]  # width, height it is trained at, pixels
+    latent_key: str = ""  # keys into the cache, see bootstrap.cache.with_keys
+    text_key: str = ""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    items: tuple[Item, ...]
+    images: int
+    captions: int  # images with a caption file of their own
+    notes: tuple[str, ...]  # lines for people
+
+    def summary(self) -> DataSummary:
+        counts: Counter[tuple[int, int]] = Counter()
+        for item in self.items:
+            counts[item.bucket] += item.repeats
+        buckets = tuple((width, height, count) for (width, height), count in sorted(counts.items()))
+        return DataSummary(images=self.images, items_per_epoch=sum(counts.values()), buckets=buckets)
+
+
+def scan(job: Job, volume: Volume, progress: Progress | None = None) -> Dataset:
+    """Every picture of every dataset entry. Raises JobError with all that is wrong with any of them."""
+    entries = [
+        _Entry(job, volume, entry, f"datasets[{index}]", progress or (lambda line: None))
+        for index, entry in enumerate(job.datasets)
+    ]
+    for entry in entries:
+        entry.read()
+    problems = [problem for entry in entries for problem in entry.problems]
+    if problems:
+        raise JobError(problems)
+    return Dataset(
+        items=tuple(item for entry in entries for item in entry.items),
+        images=sum(entry.images for entry in entries),
+        captions=sum(entry.captions for entry in entries),
+        notes=tuple(f"{entry.entry.path}: {note}" for entry in entries for note in entry.notes),
+    )
+
+
+@dataclass
+class _Entry:
+    """One dataset entry while it is read; what is found is collected here."""
+
+    job: Job
+    volume: Volume
+    entry: DatasetEntry
+    key: str
+    progress: Progress
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    images: int = 0
+    captions: int = 0
+    stray: list[str] = field(default_factory=list)  # text files that belong to no image
+    likely: list[str] = field(default_factory=list)  # those of them whose names look like captions
+    # What is said of pictures -> their names: a note tells of all of them at once.
+    said: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def read(self) -> None:
+        root = self.volume.resolve(self.entry.path)
+        if not root.is_dir():
+            self.problems.append(_missing(self.entry.path, root, self.volume, f"{self.key}.path"))
+            return
+        tree = walk(root)
+        self.notes += tree.notes
+        if tree.ignored:
+            self.notes.append(f"{tree.ignored} hidden or system files ignored")
+        facts = self._inspect(tree.folders)
+        if not facts and not self.problems:
+            self.problems.append(_no_images(self.entry.path, root, tree.folders, f"{self.key}.path"))
+            return
+        for folder in tree.folders:
+            self._take(folder, {name: facts[folder, name] for name in folder.files if (folder, name) in facts})
+        self._tell_repeats(root, tree.folders, facts)
+        self._tell_captions()
+        self.notes += [f"{said}: {shown(names)}" for said, names in self.said.items()]
+
+    def _inspect(self, folders: Sequence[Folder]) -> dict[tuple[Folder, str], ImageFacts]:
+        """Decodes every picture, several at a time; damaged ones become problems."""
+        files = [(f, name) for f in folders for name in f.files if Path(name).suffix.lower() not in TEXT_ENDINGS]
+        facts: dict[tuple[Folder, str], ImageFacts] = {}
+        foreign: list[str] = []
+        told = time.monotonic()
+        with ThreadPoolExecutor(min(DECODERS, len(os.sched_getaffinity(0)))) as pool:
+            for done, (file, found) in enumerate(zip(files, pool.map(_inspect_file, files), strict=True), start=1):
+                if isinstance(found, ImageFacts):
+                    facts[file] = found
+                elif found is None:
+                    foreign.append(_below(*file))
+                else:
+                    remedy = "Replace it or delete it"
+                    self.problems.append(Problem(f"{_below(*file)}: {found}", remedy, self.key))
+                if time.monotonic() - told > PROGRESS_SECONDS:
+                    told = time.monotonic()
+                    self.progress(f"{self.entry.path}: checked {done}/{len(files)} images")
+        if foreign:
+            self.notes.append(f"{len(foreign)} files that are no images ignored: {shown(foreign)}")
+        return facts
+
+    def _take(self, folder: Folder, facts: dict[str, ImageFacts]) -> None:
+        """Adds the items of one folder, and notes the text files there that belong to none of them."""
+        sidecars = Sidecars(folder.files)
+        claimed: set[str] = set()
+        for name, image in facts.items():
+            self.images += 1
+            sidecar = sidecars.of(name)
+            text = ""
+            if sidecar is not None:
+                claimed.add(sidecar)
+                self.captions += 1
+                text = self._caption_text(folder, sidecar)
+            else:
+                self.said["without a caption file"].append(_below(folder, name))
+            text = text or self.entry.caption or folder.class_text
+            for note in image.notes:
+                self.said[note].append(_below(folder, name))
+            self._add_items(folder, name, image, with_trigger(text, self.entry.trigger))
+        stems = {Path(name).stem for name in facts} | LISTS_OF_CAPTIONS
+        for name in folder.files:
+            if Path(name).suffix.lower() in TEXT_ENDINGS and name not in claimed:
+                self.stray.append(_below(folder, name))
+                if Path(name).stem in stems:
+                    self.likely.append(_below(folder, name))
+
+    def _caption_text(self, folder: Folder, sidecar: str) -> str:
+        try:
+            text, note = decode_text((folder.path / sidecar).read_bytes())
+        except OSError as error:
+            self.problems.append(Problem(f"{_below(folder, sidecar)}: cannot be read ({error.strerror})", key=self.key))
+            return ""
+        if note:
+            self.said[f"captions {note}"].append(_below(folder, sidecar))
+        if not text:
+            self.said["empty caption files"].append(_below(folder, sidecar))
+        if looks_like_choices(text):
+            said = "captions with several lines or {a|b} are learned as they stand"
+            self.said[said].append(_below(folder, sidecar))
+        return text
+
+    def _add_items(self, folder: Folder, name: str, image: ImageFacts, caption: str) -> None:
+        """One item for each bucket that the picture has at the resolutions asked for."""
+        path = _from_volume(folder.path / name, self.volume)
+        if not _is_utf8(path):
+            self.problems.append(Problem(f"{_below(folder, name)}: its name is not UTF-8", "Rename it", self.key))
+            return
+        resolutions = sorted(self.entry.resolutions or self.job.resolutions)
+        step, upscale = self.job.bucket_step, self.job.upscale
+        found = [bucket_of(image.width, image.height, resolution, step, upscale) for resolution in resolutions]
+        buckets = list(dict.fromkeys(bucket for bucket in found if bucket is not None))
+        if not buckets:
+            self.problems.append(
+                Problem(
+                    f"{_below(folder, name)}: {image.width} x {image.height} px is less than one bucket_step ({step})",
+                    "Delete it, or set upscale: true",
+                    self.key,
+                )
+            )
+        for bucket in buckets:
+            if cropped_away(image.width, image.height, bucket) > MOST_CROPPED:
+                self.said[f"so long that more than half is cropped away at {bucket[0]} x {bucket[1]}"].append(
+                    _below(folder, name)
+                )
+            self.items.append(
+                Item(
+                    path=path,
+                    digest=image.digest,
+                    caption=caption,
+                    repeats=folder.repeats * self.entry.repeats,
+                    width=image.width,
+                    height=image.height,
+                    bucket=bucket,
+                )
+            )
+
+    def _tell_repeats(self, root: Path, folders: Sequence[Folder], facts: dict[tuple[Folder, str], ImageFacts]) -> None:
+        counts = Counter(folder for folder, _ in facts)
+        for folder in folders:
+            if folder.name and folder.repeats > 1 and counts[folder]:
+                self.notes.append(f"{folder.name}: {counts[folder]} images, {folder.repeats} repeats by its name")
+        own = named_repeats(root.name)
+        if own and own[0] > 1 and self.entry.repeats == 1:
+            self.notes.append(
+                f"the folder's own name is not taken for repeats: set repeats: {own[0]}, or give the folder above it"
+            )
+
+    def _tell_captions(self) -> None:
+        """Reports how many images have captions; none at all beside other text files is a mistake, so it stops."""
+        suspects = self.likely or (self.stray if 2 * len(self.stray) >= self.images else [])
+        if self.images and not self.captions and suspects and self.entry.caption is None:
+            self.problems.append(
+                Problem(
+                    f"captions: 0/{self.images}, but there are other text files: {shown(suspects)}",
+                    "Captions are read from name.txt or name.caption beside each name.jpg: rename them, or write "
+                    'caption: "..." for all images without one',
+                    f"{self.key}.path",
+                )
+            )
+        self.notes.append(f"captions: {self.captions}/{self.images}")
+        if self.captions == 0:
+            self.said.pop("without a caption file", None)  # the line above says it
+        if self.stray:
+            self.notes.append(f"text files that belong to no image: {shown(self.stray)}")
+        empty = sum(1 for item in self.items if not item.caption)
+        if empty:
+            self.notes.append(f"{empty} items are learned with an empty caption: write captions, a trigger or caption")
+
+
+def _below(folder: Folder, name: str) -> str:
+    """A file's name for people, relative to its dataset."""
+    below = f"{folder.name}/{name}" if folder.name else name
+    return os.fsencode(below).decode(errors="backslashreplace")
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _from_volume(path: Path, volume: Volume) -> str:
+    try:
+        return str(PurePosixPath(path.relative_to(volume.root)))
+    except ValueError:
+        return str(path.absolute())
+
+
+def _inspect_file(file: tuple[Folder, str]) -> ImageFacts | str | None:
+    folder, name = file
+    try:
+        return inspect(folder.path / name)
+    except ImageError as error:
+        return str(error)
+
+
+def _missing(written: str, path: Path, volume: Volume, key: str) -> Problem:
+    """A path that is no folder: what was tried, what is there, and what may have been meant."""
+    if path.exists():
+        return Problem(
+            f"{written!r} is a file, not a folder", "Unpack it, or give the folder that holds the images", key
+        )
+    meant = [Path("/") / written, volume.root / written.replace("\\", "/"), volume.datasets / Path(written).name]
+    there = next(parent for parent in path.parents if parent.is_dir())
+    names = sorted(entry.name for entry in there.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    child = path.relative_to(there).parts[0]
+    by_lower = {name.lower(): name for name in names}
+    meant += [there / by_lower[near] for near in difflib.get_close_matches(child.lower(), by_lower, n=1, cutoff=0.6)]
+    near = next((guess for guess in meant if guess.is_dir()), None)
+    guess = f"Did you mean {_from_volume(near, volume)}? " if near else ""
+    found = f"{there} holds the folders {shown(names, 10)}" if names else f"{there} holds no folders"
+    return Problem(f"{written!r} does not exist (looked for {path})", guess + found, key)
+
+
+def _no_images(written: str, root: Path, folders: Sequence[Folder], key: str) -> Problem:
+    endings = Counter(Path(name).suffix.lower() or "no ending" for folder in folders for name in folder.files)
+    there = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8)) or "no files at all"
+    return Problem(
+        f"no images in {written!r} (looked through {root} and {len(folders) - 1} folders below it; found {there})",
+        "Put images there, or give the folder that holds them",
+        key,
+    )

@@ -1,0 +1,289 @@
+"""What a way of training needs: memory on each GPU, seconds per step, bytes of a state. Plain arithmetic, no torch.
+
+Every figure comes from a measurement on one H200 with FLUX.1-dev (11.9 B parameters, batch 1, 1024 px, 512 text
+tokens: 4608 tokens) or is marked as not measured:
+
+  22.2 GiB  weights in bf16
+  24.7 GiB  peak with checkpointing and the step in the backward pass (SGD): 22.2 + 1.5 kept between 57 blocks
+            + 0.5 inside the block at work + 0.6 of that block's gradients = 24.8
+  50.3 GiB  the same, compiled, without checkpointing: 22.2 + 0.6 + 27.5, that is 36.6 bytes per token, width and block
+  0.68 s    a step with checkpointing, compiled: 4 x 74.4 TFLOP, 44 % of the card's 989 TFLOP/s on paper
+  0.52 s    without: 3 x 74.4 TFLOP, 43 %;   0.81 s  not compiled, with checkpointing: 37 %
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bootstrap.flux_shape import FluxShape
+from bootstrap.gpus import GpuModel
+from jobs.schema import Job
+
+GIB = 1 << 30
+BF16, FP32 = 2, 4  # bytes
+
+# Of the memory that nvidia-smi shows, what training may fill: the driver keeps about 1 %, and torch's allocator loses
+# a few percent between blocks of different sizes.
+USABLE = 0.955
+CONTEXT = int(0.8 * GIB)  # CUDA context, cuBLAS workspace and kernels, outside torch's allocator
+NCCL = int(0.7 * GIB)  # buffers of a communicator, with more than one process
+ACTIVATION = 36.6  # bytes kept for the backward pass per token, width and block, compiled (above)
+EAGER = 1.4  # not compiled, more of them: norms, gates and GELU inputs are kept apart. Not measured
+LORA_ACTIVATION = 1.5  # peft keeps a 32-bit copy of the input of every adapted layer. Not measured
+UPDATE_COPIES = 2  # 32-bit copies of the one tensor being updated: weight and gradient
+GATHERED_BLOCKS = 3  # sharded: the block at work, the next one under way, the last one not yet given back
+VAE = int(0.2 * GIB)  # 84 M parameters, in bf16
+DECODE = 3 * GIB / 2**20  # bytes per pixel while the VAE decodes a sample. Not measured here; 2.5 to 3 GiB at 1024 px
+
+EFFICIENCY = 0.44  # of the bf16 rate on paper, compiled
+EFFICIENCY_EAGER = 0.37
+HOST_LINK = 20.0  # GB/s between a GPU and pinned host memory, each direction: PCIe 4 x16
+HOST_PER_PROCESS = 3 * GIB  # libraries, compiler and buffers of one training process
+VOLUME_SPEED = 300e6  # bytes/s written to a network volume, advertised as 200 to 400 MB/s
+BLOCK_8BIT = 256  # values that share one absmax in an 8-bit state
+
+# Bytes of state per parameter: 32-bit, and, where the optimizer has 8-bit states, (values, absmax blocks) of 1 byte.
+_STATES_32BIT = {"Lion8bit": 4, "PagedLion8bit": 4, "Prodigy": 16}  # Prodigy: two averages, start, distance; else 8
+_STATES_8BIT = {"AdamW8bit": 2, "PagedAdamW8bit": 2, "Lion8bit": 1, "PagedLion8bit": 1}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a job trains, in numbers."""
+
+    shape: FluxShape
+    lora: bool
+    weights: int  # parameters of the base
+    trained: int  # parameters that are trained: all of them, or the adapter's
+    largest: int  # parameters of the largest trained tensor
+    optimizer: int  # bytes of the optimizer's states, whole
+    tokens: int  # of the largest image and its text
+    forward: float  # floating-point operations of an average image's forward pass
+    sample_pixels: int  # of a sample; 0 without samples
+    sample_forward: float  # floating-point operations of one denoising step of a sample
+
+    @property
+    def weights_file(self) -> int:
+        """Bytes of a state's weights: the whole model in bf16, or the adapter in fp32."""
+        return self.trained * (FP32 if self.lora else BF16)
+
+    @property
+    def state(self) -> int:
+        return self.weights_file + self.optimizer
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the work lies on the GPUs."""
+
+    processes: int
+    images_per_pass: int
+    passes: int
+    sharded: bool
+    reshard: bool
+    checkpointing: bool
+    compiled: bool
+    in_backward: bool
+    states_on_host: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each GPU."""
+
+    weights: int  # as they are held, and as they are gathered
+    gradients: int
+    optimizer: int  # states, and the copies an update works with
+    activations: int
+    outside: int  # of torch's allocator
+    drawing: int  # what a sample adds to weights and optimizer, when there are no gradients and activations
+
+    @property
+    def peak(self) -> int:
+        training = self.gradients + self.activations
+        return self.weights + self.optimizer + self.outside + max(training, self.drawing)
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "optimizer": self.optimizer, "outside torch": self.outside}
+        if self.drawing > self.gradients + self.activations:
+            parts["drawing a sample"] = self.drawing
+        else:
+            parts |= {"gradients": self.gradients, "activations": self.activations}
+        return " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+
+
+def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]]) -> Work:
+    """``sizes``: width and height in pixels of the images, with how often each occurs; at least one."""
+    sizes = list(sizes)
+    text = text_tokens(shape)
+    shapes = list(shape.tensors().values())
+    weights = shape.parameters()
+    if job.lora is not None:
+        layers = adapter_layers(shape, job.lora.targets).values()
+        rank = job.lora.rank
+        shapes = [part for out, size in layers for part in ((rank, size), (out, rank))]
+    often = sum(weight for _, _, weight in sizes)
+    sample = job.sample
+    return Work(
+        shape=shape,
+        lora=job.lora is not None,
+        weights=weights,
+        trained=sum(math.prod(each) for each in shapes),
+        largest=max((math.prod(each) for each in shapes), default=0),
+        optimizer=optimizer_bytes(job.optimizer, shapes, job.optimizer_args),
+        tokens=max(width * height for width, height, _ in sizes) // 256 + text,
+        forward=sum(shape.forward_flops(width, height, text) * weight for width, height, weight in sizes) / often,
+        sample_pixels=sample.width * sample.height if sample.prompts else 0,
+        sample_forward=shape.forward_flops(sample.width, sample.height, text),
+    )
+
+
+def text_tokens(shape: FluxShape) -> int:
+    """T5 tokens of a caption: 512, or 256 with the distilled schnell (the one without guidance)."""
+    return 512 if shape.guidance else 256
+
+
+def adapter_layers(shape: FluxShape, targets: str | tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Linear layers that get an adapter, by diffusers module name, with their (out, in) sizes.
+
+    Patterns match the whole module name; ``*`` stands for anything, dots too.
+    """
+    linear = {name.removesuffix(".weight"): s for name, s in shape.tensors().items() if len(s) == 2}
+    if targets == "all-linear":
+        patterns: tuple[str, ...] = ("*",)
+    elif targets == "attention":
+        patterns = ("*.attn.*",)
+    elif targets == "attention+feed-forward":  # a single block keeps its feed-forward in proj_mlp and proj_out
+        single = "single_transformer_blocks.*"
+        patterns = ("*.attn.*", "*.ff.*", "*.ff_context.*", f"{single}.proj_mlp", f"{single}.proj_out")
+    else:
+        patterns = (targets,) if isinstance(targets, str) else targets
+    return {
+        name: (size[0], size[1])
+        for name, size in linear.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def optimizer_bytes(optimizer: str, shapes: Iterable[tuple[int, ...]], options: Mapping[str, Any]) -> int:
+    """Bytes of an optimizer's states. One given by import path is counted like AdamW, with two 32-bit values."""
+    total = 0.0
+    for shape in shapes:
+        values = math.prod(shape)
+        if optimizer == "Adafactor":  # a row and a column of averages in place of a matrix
+            total += FP32 * (shape[0] + shape[1] if len(shape) == 2 else values)
+        elif optimizer in _STATES_8BIT and stored_in_8bit(shape):
+            total += _STATES_8BIT[optimizer] * values * (1 + FP32 / BLOCK_8BIT)
+        elif optimizer == "Prodigy":  # slice_p keeps start and distance of every p-th weight only
+            total += values * (8 + 8 / max(1, _whole(options.get("slice_p"), 1)))
+        else:
+            total += values * _STATES_32BIT.get(optimizer, 8)
+    return math.ceil(total)
+
+
+def stored_in_8bit(shape: tuple[int, ...]) -> bool:
+    """An 8-bit optimizer keeps a state in 8 bits if and only if rows are whole blocks, so that any number of GPUs,
+    each with some of the rows, has the same blocks."""
+    return len(shape) == 2 and shape[1] % BLOCK_8BIT == 0
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
+
+def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
+    """Estimated peak on the fullest GPU."""
+    parts = way.processes if way.sharded else 1
+    block = BF16 * work.shape.block_parameters()
+    whole = BF16 * work.weights
+    gathered = 0 if not way.sharded else GATHERED_BLOCKS * block if way.reshard else whole
+    if work.lora:
+        gradients = FP32 * work.trained
+        # weights of the adapter itself, in fp32, stand with the optimizer
+        optimizer = FP32 * work.trained + (0 if way.states_on_host else work.optimizer)
+    else:
+        # Gradients of the block at work; of two while a sharded one's are being summed up over the GPUs. All of
+        # them, in shards, where the step waits for the whole model or for the last of several passes.
+        gradients = block * (2 if way.sharded else 1)
+        if not way.in_backward or way.passes > 1:
+            gradients += BF16 * work.trained // parts
+        copies = UPDATE_COPIES * FP32 * work.largest
+        streamed = 2 * work.optimizer * work.largest // work.trained  # one tensor's states at work, the next under way
+        optimizer = (copies + (streamed if way.states_on_host else work.optimizer)) // parts
+    outside = CONTEXT + (NCCL if way.processes > 1 else 0)
+    drawing = VAE + int(work.sample_pixels * DECODE) if work.sample_pixels else 0
+    return Memory(
+        weights=whole // parts + gathered,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=way.images_per_pass * activation_bytes(work, way),
+        outside=outside,
+        drawing=drawing,
+    )
+
+
+def activation_bytes(work: Work, way: Arrangement) -> int:
+    """Bytes that one image of the largest size keeps from its forward pass for its backward pass."""
+    layers = work.shape.double_blocks + work.shape.single_blocks
+    values = work.tokens * work.shape.width
+    inside = values * ACTIVATION * (1 if way.compiled else EAGER) * (LORA_ACTIVATION if work.lora else 1)
+    if way.checkpointing:  # each block's input, and all of the one block that is computed again
+        return int(layers * values * BF16 + inside)
+    return int(layers * inside)
+
+
+def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -> float:
+    """Of a step in which the busiest process has ``images``.
+
+    Traffic between GPUs and to the host is taken to hide under the arithmetic as far as that lasts.
+    """
+    parts = way.processes if way.sharded else 1
+    forwards = (2.2 if work.lora else 3) + way.checkpointing
+    rate = gpu.tflops * 1e12 * (EFFICIENCY if way.compiled else EFFICIENCY_EAGER)
+    compute = images * work.forward * forwards / rate
+    foreign = (way.processes - 1) / way.processes  # of every tensor, what lies on the other GPUs
+    if way.sharded:  # per pass: weights gathered once or twice, gradients summed up once
+        traffic = way.passes * (3 if way.reshard else 2) * BF16 * work.weights * foreign
+    else:  # the adapter's gradients, once
+        traffic = 2 * FP32 * work.trained * foreign
+    transfer = traffic / (gpu.link * 1e9)
+    if way.states_on_host:
+        transfer += work.optimizer / parts / (HOST_LINK * 1e9)
+    # The update reads and writes weights (and their 32-bit copies), gradients and states; every further pass adds its
+    # gradients to those before it.
+    moved = 16 * work.trained + (0 if way.states_on_host else 2 * work.optimizer)
+    moved += (way.passes - 1) * 3 * (FP32 if work.lora else BF16) * work.trained
+    return max(compute, transfer) + moved / parts / (gpu.bandwidth * 1e9)
+
+
+def seconds_per_sample(work: Work, denoising_steps: int, gpu: GpuModel) -> float:
+    return denoising_steps * work.sample_forward / (gpu.tflops * 1e12 * EFFICIENCY)
+
+
+def cached_image_bytes(width: int, height: int, shape: FluxShape) -> int:
+    """Bytes of one image as training reads it: mean and spread of its latent in float16 (16 channels at an eighth of
+    the sides) and its text in bf16."""
+    return 2 * 2 * 16 * (width // 8) * (height // 8) + BF16 * text_tokens(shape) * shape.text_size
+
+
+def in_gib(size: float) -> str:
+    """Binary, as memory is counted."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def in_time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def decimal(size: float) -> str:
+    """Decimal, as disks and clouds count."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 1e3:.0f} kB"

@@ -1,0 +1,355 @@
+"""How a job runs on a pod: which GPUs, how the images of a step are split, what is kept where, and why.
+
+``make_plan`` is pure: the same job, pod, base and data give the same plan, and no GPU is needed to ask. Of all ways
+that fit the memory it takes the one with the shortest estimated step; what a job's ``plan:`` says is not up for choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bootstrap import estimate
+from bootstrap.estimate import Arrangement, Work, decimal, in_gib, in_time
+from bootstrap.flux_shape import FluxShape
+from bootstrap.gpus import find_gpu, has_bf16
+from bootstrap.pod import Gpu, Pod
+from bootstrap.reasons import Choice as Choice
+from bootstrap.reasons import explain
+from bootstrap.ways import (
+    choose_gpus,
+    choose_way,
+    cpu_way,
+    fastest,
+    host_memory,
+    refuse_contradictions,
+    slowest,
+    split_images,
+    usable_memory,
+)
+from jobs.schema import Job
+
+CPU_PARAMETERS = 100_000_000  # flux-tiny has a few millions; one step of a real FLUX on a CPU takes most of an hour
+LORA_STEPS = 1000
+FULL_EPOCHS, FULL_LEAST, FULL_MOST = 100, 1000, 4000
+MANY_VIEWS = {"full": 200, "lora": 300}  # times one image is seen, from where on a model repeats it by heart
+MOST_WORKERS = 2  # per process: cached images are read, not decoded; more only costs memory
+PREFETCH = 2  # batches that each worker holds ready (PyTorch's default)
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    images: int
+    items_per_epoch: int  # images x repeats x resolutions
+    buckets: tuple[tuple[int, int, int], ...]  # width, height, items per epoch
+
+
+@dataclass(frozen=True)
+class Plan:
+    device: Literal["cuda", "cpu"]
+    gpus: tuple[int, ...]  # nvidia-smi's indices of the GPUs used; () on CPU
+    processes: int
+    split: tuple[int, ...]  # images of a full step per process, the most first
+    images_per_pass: int  # most images one process takes in one forward and backward
+    passes: int  # of a full step whose images are all of one bucket
+    sharding: Literal["none", "fsdp"]
+    reshard_after_forward: bool
+    checkpointing: bool
+    compile: bool
+    optimizer_in_backward: bool
+    optimizer_states: Literal["device", "host"]
+    threads: int  # CPU threads per process
+    workers: int  # data loading processes per training process
+    steps: int
+    steps_per_epoch: int
+    memory_per_gpu: int  # estimated peak, bytes
+    state_bytes: int  # of one complete state
+    disk_bytes: int  # of all states at most, the one being written included
+    choices: tuple[Choice, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will take on GPUs that the table knows."""
+
+    step: float  # seconds
+    images_per_second: float
+    training: float  # seconds of all steps
+    drawing: float  # seconds of all samples
+    saving: float  # seconds of all saves, on a network volume
+
+    @property
+    def total(self) -> float:
+        return self.training + self.drawing + self.saving
+
+
+def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
+    """Raises PodError where this pod cannot run the job, JobError where an override of the job cannot be."""
+    refuse_contradictions(job)
+    work = estimate.work_of(job, base, image_sizes(job, data))
+    if pod.gpus or base.parameters() >= CPU_PARAMETERS:
+        gpus, why = choose_gpus(job, pod)
+        way = choose_way(job, pod, work, gpus)
+        device = Choice("GPUs", _names(gpus), why)
+    else:
+        gpus = ()
+        way = cpu_way(job)
+        device = Choice("device", "CPU", f"no GPU here; {work.weights / 1e6:.1f} M parameters need none")
+    split = split_images(job.images_per_step, way.processes)
+    steps, per_epoch, length_reason = run_length(job, data)
+    disk, disk_reason = disk_needed(job, work, steps)
+    threads = max(1, pod.cpus // way.processes)
+    workers, workers_reason = _workers(job, pod, work, data, way)
+    memory = estimate.memory_per_gpu(work, way)
+    choices = (
+        device,
+        *explain(job, pod, work, gpus, way, split),
+        Choice("memory", _of(memory.peak, gpus), f"GiB: {memory}"),
+        Choice("CPU", f"{threads} threads, {workers} loaders each", workers_reason),
+        Choice("length", f"{steps} steps", length_reason),
+        Choice("disk", decimal(disk), disk_reason),
+    )
+    plan = Plan(
+        device="cuda" if gpus else "cpu",
+        gpus=tuple(gpu.index for gpu in gpus),
+        processes=way.processes,
+        split=split,
+        images_per_pass=way.images_per_pass,
+        passes=way.passes,
+        sharding="fsdp" if way.sharded else "none",
+        reshard_after_forward=way.reshard,
+        checkpointing=way.checkpointing,
+        compile=way.compiled,
+        optimizer_in_backward=way.in_backward,
+        optimizer_states="host" if way.states_on_host else "device",
+        threads=threads,
+        workers=workers,
+        steps=steps,
+        steps_per_epoch=per_epoch,
+        memory_per_gpu=memory.peak,
+        state_bytes=work.state,
+        disk_bytes=disk,
+        choices=choices,
+        warnings=(),
+    )
+    warnings = [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
+    warnings += _warn_scaling(job, pod, work, gpus, way)
+    return replace(plan, choices=(*choices, *_times(job, pod, base, data, plan)), warnings=tuple(warnings))
+
+
+def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Prediction | None:
+    """None on CPU and on a GPU that the table does not know."""
+    models = [find_gpu(gpu.name) for gpu in pod.gpus if gpu.index in plan.gpus]
+    known = [model for model in models if model]
+    if not known or len(known) < len(models):
+        return None
+    slowest = min(known, key=lambda model: model.tflops)
+    work = estimate.work_of(job, base, image_sizes(job, data))
+    step = estimate.seconds_per_step(work, _way_of(plan), slowest, max(plan.split))
+    rounds = 1 + math.ceil(plan.steps / job.sample.every)
+    sample = estimate.seconds_per_sample(work, job.sample.steps, slowest)
+    saves = math.ceil(plan.steps / job.save.every)
+    return Prediction(
+        step=step,
+        images_per_second=job.images_per_step / step,
+        training=plan.steps * step,
+        drawing=rounds * len(job.sample.prompts) * sample,
+        saving=saves * plan.state_bytes / estimate.VOLUME_SPEED,
+    )
+
+
+# ---------------------------------------------------------------- images, steps, disk
+
+
+def image_sizes(job: Job, data: DataSummary) -> list[tuple[int, int, float]]:
+    """Width, height and frequency of the images; squares of the job's resolutions while the data are not known."""
+    if data.buckets:
+        return [(width, height, float(items)) for width, height, items in data.buckets]
+    sides: list[int] = []
+    for dataset in job.datasets:
+        own = dataset.resolution
+        sides += job.resolutions if own is None else own if isinstance(own, tuple) else (own,)
+    return [(side, side, float(count)) for side, count in Counter(sides).items()]
+
+
+def run_length(job: Job, data: DataSummary) -> tuple[int, int, str]:
+    """Steps in all, steps per epoch, and the reason in words.
+
+    An epoch shows every item once; its last step is smaller where the images do not come out even.
+    """
+    per_epoch = max(1, math.ceil(data.items_per_epoch / job.images_per_step))
+    epoch = f"an epoch is {per_epoch} steps ({data.items_per_epoch} items, {job.images_per_step} a step)"
+    if not data.items_per_epoch:
+        epoch = "the data are not known yet"
+    if job.steps is not None:
+        return job.steps, per_epoch, f"the job says so; {epoch}"
+    if job.epochs is not None:
+        return job.epochs * per_epoch, per_epoch, f"{job.epochs} epochs; {epoch}"
+    if job.method == "lora":
+        return LORA_STEPS, per_epoch, f"the default for lora; {epoch}"
+    steps = min(max(FULL_EPOCHS * per_epoch, FULL_LEAST), FULL_MOST)
+    return steps, per_epoch, f"the default: {FULL_EPOCHS} epochs within {FULL_LEAST} to {FULL_MOST} steps; {epoch}"
+
+
+def disk_needed(job: Job, work: Work, steps: int) -> tuple[int, str]:
+    """Bytes of all states at the fullest moment, while a new one is written and none is removed yet; and in words."""
+    saves = math.ceil(steps / job.save.every)
+    weights = saves if job.save.weights == "all" else max(int(job.save.weights), job.save.states)
+    most_weights, most_optimizers = min(saves, weights + 1), min(saves, job.save.states + 1)
+    total = most_weights * work.weights_file + most_optimizers * work.optimizer
+    return total, (
+        f"at most {most_weights} x weights of {decimal(work.weights_file)} and {most_optimizers} x optimizer of "
+        f"{decimal(work.optimizer)}, the one being written included; {saves} saves in all"
+    )
+
+
+# ---------------------------------------------------------------- loaders
+
+
+def _workers(job: Job, pod: Pod, work: Work, data: DataSummary, way: Arrangement) -> tuple[int, str]:
+    """Loading processes for each training process: what CPUs and /dev/shm bear, at most ``MOST_WORKERS``; and why."""
+    width, height, _ = max(image_sizes(job, data), key=lambda size: size[0] * size[1])
+    share = math.ceil(job.images_per_step / way.processes)
+    batch = share * estimate.cached_image_bytes(width, height, work.shape)
+    by_cpu = max(0, pod.cpus // way.processes - 1)
+    by_shm = int(pod.shm / 2 / (way.processes * PREFETCH * batch))  # half: NCCL and the user's own need some too
+    workers = min(MOST_WORKERS, by_cpu, by_shm)
+    if workers == MOST_WORKERS:
+        return workers, f"enough to read cached images; {pod.cpus} CPUs"
+    if by_shm < by_cpu:
+        return workers, f"/dev/shm has only {decimal(pod.shm)} free; a loader holds {decimal(PREFETCH * batch)} there"
+    return workers, f"{pod.cpus} CPUs for {way.processes} process{'es' if way.processes > 1 else ''}"
+
+
+def _way_of(plan: Plan) -> Arrangement:
+    return Arrangement(
+        processes=plan.processes,
+        images_per_pass=plan.images_per_pass,
+        passes=plan.passes,
+        sharded=plan.sharding == "fsdp",
+        reshard=plan.reshard_after_forward,
+        checkpointing=plan.checkpointing,
+        compiled=plan.compile,
+        in_backward=plan.optimizer_in_backward,
+        states_on_host=plan.optimizer_states == "host",
+    )
+
+
+def _times(job: Job, pod: Pod, base: FluxShape, data: DataSummary, plan: Plan) -> tuple[Choice, ...]:
+    found = predict(plan, job, pod, base, data)
+    if found is None:
+        why = "no estimate for a CPU" if plan.device == "cpu" else "this GPU is not in the table of known ones"
+        return (Choice("speed", "not known", why),)
+    rate = estimate.EFFICIENCY if plan.compile else estimate.EFFICIENCY_EAGER
+    parts = {"training": found.training, "samples": found.drawing, "saves": found.saving}
+    told = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in parts.items() if seconds)
+    return (
+        Choice(
+            "speed",
+            f"{found.step:.2f} s a step, {found.images_per_second:.2f} images/s",
+            f"estimated: {rate:.0%} of the card's bf16 rate on paper, as measured on one H200",
+        ),
+        Choice("time", in_time(found.total), f"{told}; downloads and the cache of images come before"),
+    )
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def _warn_data(job: Job, data: DataSummary, plan: Plan) -> list[str]:
+    warnings: list[str] = []
+    if not data.images:
+        return warnings
+    views = plan.steps * job.images_per_step / data.images
+    if views >= MANY_VIEWS[job.method]:
+        least = max(1, round(plan.steps * MANY_VIEWS[job.method] / 2 / views))
+        warnings.append(
+            f"{plan.steps} steps show each of the {data.images} images about {views:.0f} times: the model will repeat "
+            f"them by heart. Use more images or fewer steps (such as {least}), and judge the earlier states too."
+        )
+    if data.items_per_epoch < job.images_per_step:
+        warnings.append(
+            f"A step asks for {job.images_per_step} images, but the data have {data.items_per_epoch}: each step is the "
+            "whole data set. Lower images_per_step or use more images."
+        )
+        return warnings
+    rest = data.items_per_epoch % job.images_per_step
+    idle = (plan.processes - rest) / (plan.processes * plan.steps_per_epoch)
+    if 0 < rest < plan.processes and idle > 0.1:
+        warnings.append(
+            f"{data.items_per_epoch} items in steps of {job.images_per_step}: the last step of every epoch has {rest} "
+            f"for {plan.processes} processes, so that {idle:.0%} of the paid time is idle."
+        )
+    return warnings
+
+
+def _warn_gpus(pod: Pod, gpus: tuple[Gpu, ...]) -> list[str]:
+    warnings: list[str] = []
+    refused = sorted({gpu.name for gpu in pod.gpus if gpu.capability and not has_bf16(gpu.capability)})
+    if gpus and refused:
+        warnings.append(f"{', '.join(refused)}: stays idle, having no bf16.")
+    for gpu in gpus:
+        if gpu.free is not None and gpu.free < 0.9 * gpu.memory:
+            taken = in_gib(gpu.memory - gpu.free)
+            warnings.append(f"GPU {gpu.index} has {taken} in use by something else, which the plan does not count.")
+        if gpu.capability is None:
+            warnings.append(f"GPU {gpu.index} ({gpu.name}) does not say whether it has bf16; it is tried.")
+    return warnings
+
+
+def _warn_pod(pod: Pod, work: Work, way: Arrangement, plan: Plan) -> list[str]:
+    warnings: list[str] = []
+    if 0 < pod.disk_free < plan.disk_bytes:
+        warnings.append(
+            f"States will take up to {decimal(plan.disk_bytes)}; the volume has {decimal(pod.disk_free)} free. Make it "
+            "larger, or lower save.weights and save.states."
+        )
+    if plan.device == "cpu":
+        return warnings
+    need = host_memory(work, way.processes, way.states_on_host)
+    if 0 < pod.memory < need:
+        warnings.append(
+            f"{plan.processes} process{'es' if plan.processes > 1 else ''} will need about {in_gib(need)} of RAM; this "
+            f"container may use {in_gib(pod.memory)}. A process that ends with SIGKILL (-9) ran out of it: use fewer "
+            "GPUs (gpus:) or a pod with more RAM."
+        )
+    room = usable_memory(tuple(gpu for gpu in pod.gpus if gpu.index in plan.gpus))
+    if plan.memory_per_gpu > room:
+        warnings.append(
+            f"With what plan: says, {in_gib(plan.memory_per_gpu)} of each GPU will be in use; {in_gib(room)} are safe. "
+            "Leave it out if memory runs out."
+        )
+    return warnings
+
+
+def _warn_scaling(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], way: Arrangement) -> list[str]:
+    """Says when several GPUs hardly beat one of them."""
+    if way.processes < 2 or not gpus or find_gpu(gpus[0].name) is None:
+        return []
+    gpu = slowest(gpus)
+    alone = fastest(job, pod, work, gpu, 1, usable_memory(gpus))
+    if alone is None:
+        return []
+    single = estimate.seconds_per_step(work, alone, gpu, job.images_per_step)
+    together = estimate.seconds_per_step(work, way, gpu, math.ceil(job.images_per_step / way.processes))
+    if single / together >= 1.2:
+        return []
+    return [
+        f"{way.processes} GPUs are estimated at {together:.2f} s a step, one of them at {single:.2f} s: the traffic "
+        "between them eats the gain. One GPU (gpus: 1), or more images_per_step, uses the money better."
+    ]
+
+
+# ---------------------------------------------------------------- words
+
+
+def _names(gpus: tuple[Gpu, ...]) -> str:
+    kinds = Counter(gpu.name for gpu in gpus)
+    return " + ".join(f"{number} x {name}" for name, number in kinds.items())
+
+
+def _of(peak: int, gpus: tuple[Gpu, ...]) -> str:
+    return f"{in_gib(peak)} of {in_gib(usable_memory(gpus))}" if gpus else in_gib(peak)

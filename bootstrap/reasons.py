@@ -1,0 +1,121 @@
+"""Why a plan is as it is, in words: each choice with its reason and the figure behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bootstrap.estimate import Arrangement, Work, decimal, in_gib
+from bootstrap.pod import Gpu, Pod
+from bootstrap.ways import needs_whole_model, peak_of, usable_memory
+from jobs.schema import Job
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    value: str
+    reason: str
+
+
+def explain(
+    job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], way: Arrangement, split: tuple[int, ...]
+) -> list[Choice]:
+    wish = job.plan
+    room = usable_memory(gpus) if gpus else pod.memory
+
+    def instead(**changes: bool | int) -> str:
+        """What the other choice would cost."""
+        other = replace(way, **changes)  # type: ignore[arg-type]
+        peak = peak_of(work, other)
+        return f"needs {in_gib(peak)} of {in_gib(room)}" if peak > room else f"fits too ({in_gib(peak)})"
+
+    def told(key: str, reason: str) -> str:
+        return f"plan.{key} says so; {reason}" if getattr(wish, key) is not None else reason
+
+    if way.passes > 1:
+        passes = f"all at once {instead(images_per_pass=max(split), passes=1)}"
+        if job.method == "full":
+            passes += "; gradients are kept from pass to pass"
+    else:
+        passes = "all at once; nothing is accumulated"
+    choices = [
+        Choice(
+            "images", _split_text(split), _split_reason(job.images_per_step, split, "GPUs" if gpus else "processes")
+        ),
+        Choice("passes", f"{way.passes} of up to {way.images_per_pass}", told("images_per_pass", passes)),
+        _explain_sharding(job, way),
+    ]
+    if way.checkpointing:
+        reason = f"without it {instead(checkpointing=False)}; costs about a third more time"
+    else:
+        reason = "memory suffices without" if gpus else "not needed at this size"
+    choices.append(Choice("checkpointing", _on(way.checkpointing), told("checkpointing", reason)))
+    reason = "a fifth faster; the first step takes a minute or more" if gpus else "only pays on a GPU"
+    choices.append(Choice("compile", _on(way.compiled), told("compile", reason)))
+    choices.append(_explain_update(job, way, told))
+    return [*choices, _explain_states(job, work, way, told, instead)]
+
+
+def _explain_sharding(job: Job, way: Arrangement) -> Choice:
+    if not way.sharded:
+        alone = "one process" if way.processes == 1 else "every process holds the base whole; only the adapter moves"
+        return Choice("sharding", "none", alone)
+    reason = f"each process keeps 1/{way.processes} of weights, gradients and states"
+    if way.reshard:
+        return Choice("sharding", "fsdp, regathered", f"{reason}; weights are gathered again for the backward pass")
+    return Choice("sharding", "fsdp, gathered once", f"{reason}; memory allows to keep weights until the backward pass")
+
+
+def _explain_update(job: Job, way: Arrangement, told: Callable[[str, str], str]) -> Choice:
+    if way.in_backward:
+        reason = "each weight's gradient is used and freed at once; nothing is clipped"
+        if way.passes > 1:
+            reason = "in the last pass; the gradients of the passes before are kept until then"
+        return Choice("update", "in backward", told("optimizer_in_backward", reason))
+    if job.method == "lora":
+        reason = "an adapter's gradients are small"
+    elif needs_whole_model(job.optimizer):
+        reason = f"{job.optimizer} looks at all gradients first"
+    elif job.max_grad_norm is not None:
+        reason = f"max_grad_norm {job.max_grad_norm:g} needs all gradients, which are kept"
+    else:
+        reason = "all gradients are kept"
+    return Choice("update", "after backward", told("optimizer_in_backward", reason))
+
+
+def _explain_states(
+    job: Job, work: Work, way: Arrangement, told: Callable[[str, str], str], instead: Callable[..., str]
+) -> Choice:
+    size = decimal(work.optimizer)
+    if not way.states_on_host:
+        return Choice("optimizer", f"{job.optimizer}, on device", told("optimizer_states", f"{size} of states"))
+    if job.optimizer.startswith("Paged"):
+        reason = f"{size} of states; paged optimizers keep them in the host's memory"
+    else:
+        reason = f"{size} of states; on the device it {instead(states_on_host=False)}"
+    return Choice("optimizer", f"{job.optimizer}, on host", told("optimizer_states", reason))
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _split_text(split: tuple[int, ...]) -> str:
+    if len(split) == 1:
+        return f"{split[0]} per step"
+    if split[0] == split[-1]:
+        return f"{len(split)} x {split[0]}"
+    return "+".join(map(str, split)) if len(split) <= 8 else f"{split.count(split[0])} x {split[0]} + rest {split[-1]}"
+
+
+def _split_reason(images: int, split: tuple[int, ...], places: str) -> str:
+    """Says what idles, and which numbers of images would fill the processes."""
+    count = len(split)
+    if count == 1:
+        return "all on one"
+    if images % count == 0:
+        return f"{images} images per step, evenly"
+    less, more = images - images % count, images - images % count + count
+    efficiency = images / (count * max(split))
+    return f"{images} images on {count} {places}: {efficiency:.0%} efficient; {less} or {more} images would fill them"

@@ -1,0 +1,179 @@
+"""safetensors files read and written by byte range, in large sequential blocks and never by mmap.
+
+On network volumes mmap is pathologically slow (15 minutes for what a sequential read takes in three), and a rank that
+keeps a few rows of a tensor should read a few rows. The format is eight bytes of header length, a JSON header with each
+tensor's dtype, shape and offsets, then the bytes: https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LARGEST_HEADER = 100_000_000  # the format's own limit
+BLOCK = 64 * 1024 * 1024  # bytes of one read or write call
+
+
+class TensorFileError(ValueError):
+    """A file that is not whole safetensors; the message names it and what is wrong."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    size: int  # of the whole file, bytes
+
+
+def read_header(path: Path) -> Header:
+    """What lies where in ``path``. Raises TensorFileError where the file is cut, longer than it says, or another kind."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            raise TensorFileError(f"{path} is not a whole safetensors file ({size} bytes)")
+        try:
+            table = json.loads(file.read(length))
+            metadata = table.pop("__metadata__", {})
+            tensors = {
+                name: TensorEntry(DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+                for name, entry in table.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TensorFileError(f"{path} has a damaged safetensors header ({error!r})") from error
+    end = max((entry.offset + entry.bytes for entry in tensors.values()), default=8 + length)
+    if end != size:
+        raise TensorFileError(f"{path} should be {end} bytes long and is {size}: it was cut or overwritten")
+    return Header(tensors, metadata, size)
+
+
+def make_header(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """The first bytes of a file of these tensors, in this order, and where each will lie. Data begins 8-byte aligned."""
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, (dtype, shape) in shapes.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries, offset = {}, start
+    for name, (dtype, shape) in shapes.items():
+        entries[name] = TensorEntry(dtype, tuple(shape), offset)
+        offset += entries[name].bytes
+    return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), offset)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it, not copied."""
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_into(descriptor: int, target: memoryview, offset: int) -> None:
+    """Fills ``target`` from ``offset``. Raises OSError where the file ends before."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done : done + BLOCK]], offset + done)
+        if count == 0:
+            raise OSError(f"the file ends at byte {offset + done}, {len(target) - done} bytes too early")
+        done += count
+
+
+def write_from(descriptor: int, source: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(source):
+        done += os.pwrite(descriptor, source[done : done + BLOCK], offset + done)
+
+
+class TensorReader:
+    """An open safetensors file. ``read`` gives a tensor, or some of its rows, in CPU memory of its own."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.header = read_header(path)
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` (all by default; a scalar has none) of tensor ``name``."""
+        entry = self.header.tensors[name]
+        if not entry.shape:
+            tensor = torch.empty((), dtype=entry.dtype)
+            read_into(self._descriptor, bytes_of(tensor.reshape(1)), entry.offset)
+            return tensor
+        stop = entry.shape[0] if stop is None else stop
+        tensor = torch.empty((stop - start, *entry.shape[1:]), dtype=entry.dtype)
+        if tensor.numel():
+            read_into(self._descriptor, bytes_of(tensor), entry.offset + start * entry.row_bytes)
+        return tensor
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorReader]:
+    reader = TensorReader(path)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a file, read in the order in which they lie there."""
+    with open_tensors(path) as reader:
+        names = sorted(reader.header.tensors, key=lambda name: reader.header.tensors[name].offset)
+        return {name: reader.read(name) for name in names}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes and flushes ``path`` itself, under a name that nobody trusts yet: the caller renames."""
+    start, header = make_header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata or {})
+    with path.open("wb") as file:
+        file.write(start)
+        for name, tensor in tensors.items():
+            assert file.tell() == header.tensors[name].offset
+            if tensor.numel():
+                file.write(bytes_of(tensor.detach().cpu().contiguous()))
+        file.flush()
+        os.fsync(file.fileno())

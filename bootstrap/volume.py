@@ -1,0 +1,142 @@
+"""The folders of a volume and of a run on it, and the one way files come to be there: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``runs/<name>/``: everything one job produces, and all that the entrypoint and the trainer tell each other."""
+
+    root: Path
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def run_file(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def items(self) -> Path:
+        return self.root / "items.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.root / "outcome.json"
+
+    @property
+    def processes(self) -> Path:
+        return self.root / "processes"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def states(self) -> Path:
+        return self.root / "states"
+
+    @property
+    def output(self) -> Path:
+        return self.root / "output"
+
+
+@dataclass(frozen=True)
+class Volume:
+    """The mounted volume, seen from its mount point."""
+
+    root: Path
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def datasets(self) -> Path:
+        return self.root / "datasets"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "cache"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(self.runs / name)
+
+    def create(self) -> None:
+        for folder in (self.jobs, self.datasets, self.models, self.cache, self.runs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def resolve(self, path: str) -> Path:
+        """A path of a job: absolute, or relative to the volume."""
+        return self.root / Path(path).expanduser()
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Replaces ``path`` in one step: a reader, or a start after a kill, sees the old content or the new, never half."""
+    data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes a rename inside ``folder`` survive a power cut. Some network file systems refuse to: they order it anyway."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The value in ``path``, or None where the file is absent or not JSON (a foreign or damaged file is no news)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,241 @@
+"""From a job's ``base`` to weights on the volume that were looked through: names, shapes, and parts that fit together.
+
+Three kinds of base end the same way, in ``Weights``: a diffusers folder (given, fetched from the hub, or flux-tiny made
+here), and a single file in BFL layout with its encoders beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bootstrap.base_files import (
+    check_parts,
+    compare,
+    model_folder,
+    needed_file,
+    read_entries,
+    shape_of_config,
+    shape_of_file,
+    shards_of,
+    tokenizer_beside,
+)
+from bootstrap.bases import EMBEDDED, HUB, Base, parse_base, scheduler_settings, wrong
+from bootstrap.download import Progress, fetch_repo, find_fetched
+from bootstrap.flux_shape import FluxShape
+from bootstrap.volume import Volume, read_json, write_json
+from jobs.problem import JobError, Problem
+from jobs.schema import Job
+
+TEXT_TOKENS = {True: 512, False: 256}  # by guidance: what FLUX.1-dev and -schnell were trained with
+ENDS = 1 << 20  # bytes at each end of a file that its fingerprint covers
+PARTS = ("vae", "clip", "t5", "tokenizer", "tokenizer_2")  # what latents and text outputs are computed with
+MEANINGFUL = (".json", ".safetensors", ".txt", ".model")  # endings of the files that a part consists of
+BLOCK = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A base that was found whole. Paths are absolute; every part is a folder as its library's class loads it."""
+
+    transformer: tuple[Path, ...]  # the file, or the shards
+    layout: Literal["bfl", "diffusers"]
+    config: Path  # config.json of the transformer
+    shape: FluxShape
+    vae: Path
+    clip: Path
+    t5: Path
+    tokenizer: Path
+    tokenizer_2: Path
+    scheduler: Path
+    text_tokens: int  # how many T5 tokens a caption takes
+    revision: str  # the hub's commit, or a fingerprint of local files
+    digest: str  # of VAE, encoders and tokenizers: what was computed with them is keyed by it
+
+
+def peek_shape(base: str, volume: Volume) -> FluxShape | None:
+    """The dimensions of ``base`` as far as they are known without network; None of a hub model never fetched here.
+
+    Raises JobError where ``base`` names nothing, or a folder or file that is no FLUX.
+    """
+    found = parse_base(base, volume)
+    if found.kind == "embedded":
+        return EMBEDDED[base]
+    if found.kind == "hub":
+        if fetched := find_fetched(volume.models, found.repo, found.revision):
+            config = fetched[0] / "transformer" / "config.json"
+            return shape_of_config(config) if config.is_file() else None
+        return HUB.get(found.repo)
+    assert found.path is not None
+    if found.kind == "file":
+        return shape_of_file(found.path, read_entries([found.path]))
+    return shape_of_config(needed_file(found.path / "transformer" / "config.json", "base"))
+
+
+def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Progress) -> Weights:
+    """Everything the job's base consists of, fetched or made if need be, and checked.
+
+    ``token`` is HF_TOKEN as it stands in the environment. Raises JobError (base not found, no FLUX, parts that do not
+    fit), AccessError (the hub refuses), PodError (the volume is full).
+    """
+    base = parse_base(job.base, volume)
+    if base.kind == "file":
+        return _of_single_file(base, job, volume, progress)
+    if job.vae or job.text_encoders:
+        key = "vae" if job.vae else "text_encoders"
+        raise wrong(key, f"has no effect: {job.base} brings its own", f"Delete {key}")
+    sums: Mapping[str, str] = {}
+    if base.kind == "hub":
+        folder, manifest = fetch_repo(base.repo, base.revision, volume.models, token, progress)
+        sums = {path: sha for path, (_, sha) in manifest.files.items()}
+        return _of_folder(folder, manifest.commit, sums, volume, progress)
+    assert base.path is not None
+    if base.kind == "embedded" and not base.path.is_dir():
+        _make_embedded(base, progress)
+    return _of_folder(base.path, "", sums, volume, progress)
+
+
+def _make_embedded(base: Base, progress: Progress) -> None:
+    """In a process of its own: torch and diffusers stay out of the one that runs the pod."""
+    progress(f"making {base.name}")
+    command = [sys.executable, "-m", "bootstrap.flux_tiny", str(base.path)]
+    if not EMBEDDED[base.name].guidance:
+        command.append("--schnell")
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode and not (base.path and base.path.is_dir()):  # another process may have been first
+        raise RuntimeError(f"{base.name} was not made: {made.stderr.strip()[-500:]}")
+
+
+# ---- the two layouts ----
+
+
+def _of_folder(folder: Path, commit: str, sums: Mapping[str, str], volume: Volume, progress: Progress) -> Weights:
+    folder = folder.absolute()
+    config = needed_file(folder / "transformer" / "config.json", "base")
+    shape = shape_of_config(config)
+    shards = shards_of(folder / "transformer")
+    compare(folder / "transformer", read_entries(shards), shape.tensors())
+    tokenizers = (folder / "tokenizer", folder / "tokenizer_2")
+    parts = (folder / "vae", folder / "text_encoder", folder / "text_encoder_2", *tokenizers)
+    return _assemble(
+        parts, shape, volume, progress,
+        transformer=shards, layout="diffusers", config=config, scheduler=folder / "scheduler",
+        revision=commit or _fingerprint(shards), sums={folder / path: sha for path, sha in sums.items()},
+    )  # fmt: skip
+
+
+def _of_single_file(base: Base, job: Job, volume: Volume, progress: Progress) -> Weights:
+    assert base.path is not None
+    path = base.path.absolute()
+    missing = [key for key, value in (("vae", job.vae), ("text_encoders", job.text_encoders)) if not value]
+    if missing or not job.vae or not job.text_encoders:
+        remedy = "Give vae: and text_encoders: {clip, t5} as folders, e.g. those of a downloaded FLUX.1-dev"
+        raise JobError([Problem(f"is needed: the single file {path.name} brings none", remedy, key=k) for k in missing])
+    entries = read_entries([path])
+    shape = shape_of_file(path, entries)
+    from bootstrap.layout import bfl_tensors
+
+    compare(path, entries, bfl_tensors(shape))
+    clip = model_folder(volume.resolve(job.text_encoders.clip), "text_encoder", "text_encoders.clip")
+    t5 = model_folder(volume.resolve(job.text_encoders.t5), "text_encoder_2", "text_encoders.t5")
+    vae = model_folder(volume.resolve(job.vae), "vae", "vae")
+    parts = (
+        vae, clip, t5,
+        tokenizer_beside(clip, "tokenizer", "text_encoders.clip"),
+        tokenizer_beside(t5, "tokenizer_2", "text_encoders.t5"),
+    )  # fmt: skip
+    config, scheduler = _write_configs(shape, volume)
+    return _assemble(
+        parts, shape, volume, progress,
+        transformer=(path,), layout="bfl", config=config, scheduler=scheduler, revision=_fingerprint([path]), sums={},
+    )  # fmt: skip
+
+
+def _assemble(
+    parts: tuple[Path, Path, Path, Path, Path],
+    shape: FluxShape,
+    volume: Volume,
+    progress: Progress,
+    *,
+    sums: Mapping[Path, str],
+    **rest: Any,
+) -> Weights:
+    vae, clip, t5, tokenizer, tokenizer_2 = parts
+    check_parts(vae, clip, t5, shape)
+    tokenizer_config = read_json(needed_file(tokenizer_2 / "tokenizer_config.json", "base")) or {}
+    needed_file(tokenizer / "tokenizer_config.json", "base")
+    needed_file(rest["scheduler"] / "scheduler_config.json", "base")
+    return Weights(
+        shape=shape, vae=vae, clip=clip, t5=t5, tokenizer=tokenizer, tokenizer_2=tokenizer_2,
+        text_tokens=int(min(TEXT_TOKENS[shape.guidance], tokenizer_config.get("model_max_length", 512))),
+        digest=_digest(parts, sums, volume, progress), **rest,
+    )  # fmt: skip
+
+
+def _write_configs(shape: FluxShape, volume: Volume) -> tuple[Path, Path]:
+    """``config.json`` of the transformer and the scheduler's folder for a file that brings neither."""
+    transformer = {"_class_name": "FluxTransformer2DModel", **shape.config()}
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", **scheduler_settings(shape.guidance)}
+    name = hashlib.sha256(json.dumps([transformer, scheduler]).encode()).hexdigest()[:16]
+    folder = (volume.cache / "configs" / name).absolute()
+    write_json(folder / "transformer" / "config.json", transformer)
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    return folder / "transformer" / "config.json", folder / "scheduler"
+
+
+# ---- telling one base from another ----
+
+
+def _fingerprint(paths: Iterable[Path]) -> str:
+    """Tells weights apart without reading gigabytes: size and both ends of every file, the header among them."""
+    sha = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            sha.update(size.to_bytes(8, "little") + file.read(ENDS))
+            file.seek(max(0, size - ENDS))
+            sha.update(file.read(ENDS))
+    return sha.hexdigest()[:40]
+
+
+def _digest(parts: tuple[Path, ...], sums: Mapping[Path, str], volume: Volume, progress: Progress) -> str:
+    """Over the content of every file of the parts. ``sums`` are those known from the hub; the others are read once and
+    remembered, by path, size and time, in the cache."""
+    memory = volume.cache / "digests.json"
+    known: dict[str, str] = read_json(memory) or {}
+    new: dict[str, str] = {}
+
+    def digest_of(path: Path) -> str:
+        if path in sums:
+            return sums[path]
+        stat = path.stat()
+        key = f"{path} {stat.st_size} {stat.st_mtime_ns}"
+        if key not in known:
+            if stat.st_size > 1e9:
+                progress(f"reading {path} once, to know it again")
+            new[key] = _sha256(path)
+        return known.get(key) or new[key]
+
+    lines = [
+        f"{name}/{path.name} {digest_of(path)}"
+        for name, folder in zip(PARTS, parts, strict=True)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in MEANINGFUL and not path.name.startswith(".")
+    ]
+    if new:
+        write_json(memory, known | new)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            sha.update(block)
+    return sha.hexdigest()

@@ -1,0 +1,162 @@
+"""Starting our own programs as children: command lines, environments, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootstrap.plan import Plan
+from bootstrap.processes import living, reap, record_process
+from bootstrap.run_file import RunFile
+from bootstrap.volume import RunFolder, Volume
+
+# The launcher gives its workers 30 s between TERM and KILL; ours comes after that.
+LAUNCHER_LIMIT = 35.0
+LOOK_EVERY = 0.2  # seconds between two looks at a child
+
+# What no trainer needs: names of variables that hold secrets, ours and those that users set for other tools.
+_SECRET = re.compile(r".*(TOKEN|API_KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?|ACCESS_KEY(_ID)?)$|FLUXPOD_JOB")
+
+
+@dataclass
+class Stop:
+    """Whether somebody asked to stop. Handlers set it, loops look at it."""
+
+    requested: bool = field(default=False)
+
+    def on_signals(self) -> None:
+        """TERM and INT ask once; a second one leaves at once, as people expect of it."""
+
+        def asked(number: int, _frame: object) -> None:
+            if self.requested:
+                os._exit(128 + number)
+            self.requested = True
+
+        signal.signal(signal.SIGTERM, asked)
+        signal.signal(signal.SIGINT, asked)
+
+
+def trainer_command(plan: Plan, run_file: Path) -> list[str]:
+    """One line for every number of processes; see design.md for why it is this one."""
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--use_fsdp", "--fsdp_version", "2", "--num_machines", "1", "--mixed_precision", "no"),
+        *("--dynamo_backend", "no", "--num_processes", str(plan.processes), "--main_process_port", str(free_port())),
+        *("-m", "trainer.train", str(run_file)),
+    ]
+
+
+def encoder_command(run_file: Path, part: int, parts: int) -> list[str]:
+    return [sys.executable, "-m", "trainer.encode", str(run_file), "--part", str(part), "--parts", str(parts)]
+
+
+def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str, str]:
+    """What our programs get: no secret, no hub (everything is on the volume by now), caches on the volume."""
+    plan = run.plan
+    kept = {name: value for name, value in environment.items() if not _SECRET.fullmatch(name.upper())}
+    kept |= {
+        "ACCELERATE_USE_CPU": "1" if plan.device == "cpu" else "0",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(plan.threads),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHINDUCTOR_CACHE_DIR": str(run.cache / "inductor"),
+        "TRITON_CACHE_DIR": str(run.cache / "triton"),
+    }
+    if plan.device == "cuda":
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in plan.gpus)
+        kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    return kept
+
+
+def free_port() -> int:
+    """A port nobody listens on now: the launcher's own default is one, and taken by a leftover or a second job."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_children(
+    commands: Sequence[Sequence[str]],
+    run: RunFile,
+    stop: Stop,
+    look: Callable[[], None],
+    environment: Mapping[str, str] = os.environ,
+) -> list[int]:
+    """Runs the commands side by side, their output in the run's log; gives their exit statuses (negative: by signal).
+
+    ``look`` is called several times a second. Once ``stop`` is requested every child gets TERM, and what is left of them
+    after LAUNCHER_LIMIT is killed; nothing of ours runs on afterwards.
+    """
+    folder = run.folder
+    record_process(folder.processes, "entrypoint")
+    folder.log.parent.mkdir(parents=True, exist_ok=True)
+    with folder.log.open("ab") as log:
+        children = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment(run, environment),
+                start_new_session=True,  # a terminal's Ctrl-C reaches the entrypoint alone, which then asks in order
+            )
+            for command in commands
+        ]
+        try:
+            _wait(children, stop, look)
+        finally:
+            _end(children, folder)
+    return [child.returncode for child in children]
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], stop: Stop, look: Callable[[], None]) -> None:
+    deadline: float | None = None
+    while any(child.poll() is None for child in children):
+        if stop.requested and deadline is None:
+            deadline = time.monotonic() + LAUNCHER_LIMIT
+            for child in children:
+                child.terminate()
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        look()
+        time.sleep(LOOK_EVERY)
+    look()
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]], folder: RunFolder) -> None:
+    """Kills what is left: the children's groups, and recorded workers, which live in sessions of their own."""
+    for child in children:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    (folder.processes / "entrypoint.json").unlink(missing_ok=True)
+    reap(folder.processes)
+
+
+def describe_exit(status: int) -> str:
+    """An exit status for people. Without an outcome only the launcher's is known."""
+    if status >= 0:
+        return f"exit status {status}"
+    number = -status
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    if number == signal.SIGKILL:
+        return f"killed by {name}: usually the host's memory ran out"
+    return f"ended by {name}"
+
+
+def end_leftovers(volume: Volume, name: str) -> dict[str, int]:
+    """Ends what an earlier, killed start of this run left running. Raises RuntimeError where one is still in charge."""
+    folder = volume.run(name)
+    alive = living(folder.processes)
+    if "entrypoint" in alive:
+        raise RuntimeError(f"{name} is being run by process {alive['entrypoint']} on this machine")
+    return reap(folder.processes)

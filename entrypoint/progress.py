@@ -1,0 +1,92 @@
+"""What a person sees of a run while it trains: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+PLAIN_EVERY = 10.0  # seconds between two plain lines: a log that is read, not filled
+# Lines of the log that are meant for people begin with the trainer's clock; the rest is libraries talking.
+_FOR_PEOPLE = re.compile(r"^(\d\d:\d\d:\d\d )")
+
+
+class Tail:
+    """The whole lines that a growing file gained since the last look."""
+
+    def __init__(self, path: Path, from_end: bool = False):
+        self.path = path
+        self.position = path.stat().st_size if from_end and path.exists() else 0
+        self.rest = b""
+
+    def lines(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        if self.path.stat().st_size < self.position:  # it was cut and rewritten
+            self.position, self.rest = 0, b""
+        with self.path.open("rb") as file:
+            file.seek(self.position)
+            data = file.read()
+        self.position += len(data)
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in whole]
+
+
+class TrainingProgress:
+    """Follows ``metrics.jsonl`` and the log of one launch."""
+
+    def __init__(self, metrics: Path, log: Path, start: int, steps: int):
+        self.metrics, self.log = Tail(metrics), Tail(log, from_end=True)
+        self.start, self.step, self.steps = start, start, steps
+        self.begun = self.told = time.monotonic()
+        self.last: dict[str, Any] = {}
+        self.bar = tqdm(total=steps, initial=start, unit="step") if sys.stderr.isatty() else None
+
+    def look(self) -> bool:
+        """Shows what is new; whether a step was added."""
+        for line in self.log.lines():
+            if _FOR_PEOPLE.match(line):
+                self._say(line)
+        before = self.step
+        for line in self.metrics.lines():
+            try:
+                self.last = json.loads(line)
+            except ValueError:
+                continue
+            self.step = max(self.step, int(self.last["step"]))
+        if self.step > before:
+            self._show(before)
+        return self.step > before
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _show(self, before: int) -> None:
+        loss, speed = self.last.get("loss", 0.0), self.last.get("images_per_s", 0.0)
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:.1f} images/s", refresh=False)
+            self.bar.update(self.step - before)
+            return
+        now = time.monotonic()
+        if now - self.told >= PLAIN_EVERY or self.step == self.steps:
+            self.told = now
+            left = (now - self.begun) / (self.step - self.start) * (self.steps - self.step)
+            self._say(f"step {self.step}/{self.steps}  loss {loss:.4f}  {speed:.1f} images/s  {_clock(left)} left")
+
+    def _say(self, line: str) -> None:
+        if self.bar is not None:
+            self.bar.write(line)
+        else:
+            print(line, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,36 @@
+"""``fluxpod states RUN``: what a run has saved, and whether it is whole."""
+
+from __future__ import annotations
+
+from bootstrap.outcome import DONE, JOB_WRONG
+from bootstrap.state import State, StateError, list_states, verify
+from bootstrap.volume import Volume
+
+
+def show_states(volume: Volume, run: str, hash_all: bool) -> int:
+    """Prints a line for each state, oldest first, and for each folder that is none; 64 where one is damaged."""
+    folder = volume.run(run).states
+    states, notes = list_states(folder)
+    damaged = bool(notes)
+    for state in states:
+        line, whole = _line(state, hash_all)
+        damaged |= not whole
+        print(line)
+    for note in notes:
+        print(f"not a state: {note}")
+    if not states and not notes:
+        print(f"no states in {folder}")
+    return JOB_WRONG if damaged else DONE
+
+
+def _line(state: State, hash_all: bool) -> tuple[str, bool]:
+    size = sum(state.manifest.files.values())
+    kind = "state" if state.resumable else "weights only"
+    line = f"step {state.step:>7}  {size / 1e9:8.3f} GB  {kind:12}  {state.path}"
+    if not hash_all:
+        return line, True
+    try:
+        verify(state)
+    except StateError as error:
+        return f"{line}  DAMAGED: {error}", False
+    return f"{line}  verified", True

@@ -1,0 +1,45 @@
+"""``status.json``: what a run is doing, for people and for the page; replaced whole, with a heartbeat."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from bootstrap.volume import read_json, write_json
+
+Phase = Literal["pending", "preparing", "training", "stopping", "done", "held", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    phase: Phase
+    message: str
+    step: int = 0
+    steps: int = 0
+    code: int | None = None  # of the outcome, once there is one
+    heartbeat: int = 0  # grows while the run is worked on; clocks of two machines never agree
+    updated: str = ""  # UTC, for people
+
+    @classmethod
+    def read(cls, path: Path) -> Status | None:
+        value = read_json(path)
+        try:
+            return cls(**value) if isinstance(value, dict) else None
+        except TypeError:
+            return None
+
+
+class StatusFile:
+    """Writes a run's status; every write is one heartbeat."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        last = Status.read(path)
+        self._heartbeat = last.heartbeat if last else 0
+
+    def tell(self, phase: Phase, message: str, *, step: int = 0, steps: int = 0, code: int | None = None) -> None:
+        self._heartbeat += 1
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        write_json(self.path, asdict(Status(phase, message, step, steps, code, self._heartbeat, now)))

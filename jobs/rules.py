@@ -1,0 +1,211 @@
+"""What cannot be seen in one value alone: keys that contradict each other or have no effect, and settings known to
+ruin a run.
+
+``contradictions`` looks at what is written, since a default never contradicts; ``doubts`` looks at the finished job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jobs.schema import Job, is_single_file
+from jobs.values import BLOCKWISE_ARGS, BLOCKWISE_OPTIMIZERS, SCHEDULE_ARGS, shown
+
+Path = tuple[str | int, ...]
+
+
+class Finding(NamedTuple):
+    path: Path
+    message: str
+    remedy: str
+
+
+def contradictions(written: Mapping[str, Any]) -> list[Finding]:
+    """Errors between keys. Values may still be of a wrong kind here: those are reported elsewhere and ignored."""
+    checks = (_length, _method, _noise, _base, _optimizer, _schedule, _sample, _save, _gpus, _buckets)
+    return [finding for check in checks for finding in check(written)]
+
+
+def _group(written: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = written.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _length(written: Mapping[str, Any]) -> Iterator[Finding]:
+    if written.get("steps") is not None and written.get("epochs") is not None:
+        yield Finding(("epochs",), "steps and epochs both tell how long the run is", "Delete one of the two")
+
+
+def _method(written: Mapping[str, Any]) -> Iterator[Finding]:
+    if written.get("method") == "full" and written.get("lora") is not None:
+        yield Finding(("lora",), "has no effect with method full", "Delete it, or write method: lora")
+
+
+def _noise(written: Mapping[str, Any]) -> Iterator[Finding]:
+    sampling = written.get("timestep_sampling", "flux_shift")
+    if "discrete_flow_shift" in written and sampling in ("flux_shift", "sigmoid", "uniform"):
+        yield Finding(
+            ("discrete_flow_shift",),
+            f"has no effect with timestep_sampling {sampling}",
+            "Delete it, or write timestep_sampling: shift",
+        )
+    if "sigmoid_scale" in written and sampling == "uniform":
+        remedy = "Delete it, or write another timestep_sampling"
+        yield Finding(("sigmoid_scale",), "has no effect with timestep_sampling uniform", remedy)
+
+
+def _base(written: Mapping[str, Any]) -> Iterator[Finding]:
+    base = written.get("base")
+    if not isinstance(base, str) or not base.strip():
+        return
+    parts = ("vae", "text_encoders")
+    given = [part for part in parts if written.get(part) is not None]
+    if is_single_file(base):
+        missing = [part for part in parts if part not in given]
+        if missing:
+            yield Finding(
+                ("base",),
+                f"is a single file, which holds no {' and no '.join(missing)}",
+                f"Add {' and '.join(missing)}",
+            )
+        return
+    for part in given:
+        remedy = "Delete it: this base brings its own. It belongs to a base that is a single .safetensors file"
+        yield Finding((part,), "has no effect with this base", remedy)
+
+
+def _optimizer(written: Mapping[str, Any]) -> Iterator[Finding]:
+    if _group(written, "plan").get("optimizer_in_backward") is True and written.get("max_grad_norm") is not None:
+        yield Finding(
+            ("max_grad_norm",),
+            "cannot be used with plan.optimizer_in_backward: weights change before the whole gradient is known",
+            "Delete one of the two",
+        )
+    for name in _group(written, "optimizer_args"):
+        if name in ("lr", "learning_rate", "weight_decay"):
+            ours = "weight_decay" if name == "weight_decay" else "learning_rate"
+            yield Finding(("optimizer_args", name), f"is set by {ours}", f"Delete it here, and write {ours}: outside")
+        elif written.get("optimizer") in BLOCKWISE_OPTIMIZERS and name not in BLOCKWISE_ARGS:
+            message = f"is not known to {written['optimizer']}"
+            yield Finding(("optimizer_args", name), message, f"Delete it; known are {' and '.join(BLOCKWISE_ARGS)}")
+
+
+def _schedule(written: Mapping[str, Any]) -> Iterator[Finding]:
+    schedule = written.get("schedule", "constant")
+    known = SCHEDULE_ARGS.get(schedule) if isinstance(schedule, str) else None
+    for name, value in _group(written, "schedule_args").items() if known is not None else ():
+        if name not in (known or ()):
+            remedy = f"Delete it; known are {' and '.join(known)}" if known else "Delete it"
+            yield Finding(("schedule_args", name), f"has no effect with schedule {schedule}", remedy)
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            yield Finding(("schedule_args", name), f"{shown(value)} is not a number", "Write a number, such as 2")
+
+
+def _sample(written: Mapping[str, Any]) -> Iterator[Finding]:
+    sample = _group(written, "sample")
+    if set(sample) - {"prompts"} and not sample.get("prompts"):
+        remedy = 'Add prompts: ["..."], or delete sample'
+        yield Finding(("sample",), "has no effect: without prompts nothing is drawn", remedy)
+
+
+def _save(written: Mapping[str, Any]) -> Iterator[Finding]:
+    save = _group(written, "save")
+    states, weights = _int(save.get("states")), _int(save.get("weights"))
+    if states is not None and weights is not None and states > weights >= 1:
+        message = f"{weights} is less than states, {states}, and every state needs its weights"
+        yield Finding(("save", "weights"), message, f"Write weights: {states} or more")
+
+
+def _gpus(written: Mapping[str, Any]) -> Iterator[Finding]:
+    gpus, processes = _int(written.get("gpus")), _int(_group(written, "plan").get("processes"))
+    if gpus is not None and processes is not None and processes > gpus >= 1:
+        message = f"{processes} processes need {processes} GPUs, and gpus is {gpus}"
+        yield Finding(("plan", "processes"), message, "Delete one of the two")
+
+
+def _buckets(written: Mapping[str, Any]) -> Iterator[Finding]:
+    step = _int(written.get("bucket_step", 64))
+    written_sizes = written.get("resolution")
+    sizes = [_int(size) for size in (written_sizes if isinstance(written_sizes, list) else [written_sizes])]
+    smallest = min((size for size in sizes if size is not None), default=None)
+    if step is not None and smallest is not None and 64 <= smallest < step:
+        yield Finding(("bucket_step",), f"{step} is more than the resolution {smallest}", f"Write {smallest} or less")
+
+
+# ---------------------------------------------------------------- settings known to ruin a run
+
+# Learning rates that have been seen to work, with the usual optimizers and stochastic rounding. Below, nothing happens
+# in the steps people pay for; above, pictures fall apart. A LoRA's rate in a full run is the common mistake.
+_RATES = {"lora": (2e-5, 2e-3), "full": (5e-7, 5e-5)}
+_PRODIGY_RATES = (0.1, 2.0)
+
+
+def doubts(job: Job) -> list[Finding]:
+    """Warnings, each with its cure."""
+    checks = (_rate, _guidance, _strength, _levels, _pace)
+    return [finding for check in checks for finding in check(job)]
+
+
+def _rate(job: Job) -> Iterator[Finding]:
+    if "." in job.optimizer:  # another optimizer has its own scale
+        return
+    prodigy = job.optimizer == "Prodigy"
+    low, high = _PRODIGY_RATES if prodigy else _RATES[job.method]
+    usual = "1" if prodigy else {"lora": "1e-4", "full": "1e-5"}[job.method]
+    if low <= job.learning_rate <= high:
+        return
+    effect = "too small to learn in time" if job.learning_rate < low else "so large that the model falls apart"
+    what = "Prodigy" if prodigy else f"method {job.method}"
+    yield Finding(
+        ("learning_rate",), f"{job.learning_rate:g} is for {what} {effect}", f"Write {usual} and go from there"
+    )
+
+
+def _guidance(job: Job) -> Iterator[Finding]:
+    if job.guidance != 1:
+        remedy = "Write 1, or delete the line; the guidance of drawing is sample.guidance"
+        yield Finding(("guidance",), f"{job.guidance:g} in training washes the model out", remedy)
+    if job.sample.prompts and job.sample.guidance <= 1 and "schnell" not in job.base.lower():
+        message = f"{job.sample.guidance:g} draws washed-out pictures with FLUX.1-dev"
+        yield Finding(("sample", "guidance"), message, "Write 3.5, as people will use it")
+    if job.t5_mask:
+        message = "training with the mask changes what known words mean, and drawing without it shows bands"
+        yield Finding(("t5_mask",), message, "Write false, or delete the line, unless your other tools mask too")
+
+
+def _strength(job: Job) -> Iterator[Finding]:
+    if job.lora is not None and job.lora.alpha == 0:
+        message = "0 multiplies the adapter by 0: nothing is learned"
+        yield Finding(("lora", "alpha"), message, f"Write {job.lora.rank}, the rank, or delete the line")
+    elif job.lora is not None and not 1 / 32 <= job.lora.alpha / job.lora.rank <= 8:
+        message = f"alpha / rank is {job.lora.alpha / job.lora.rank:g}, by which the adapter is multiplied"
+        yield Finding(("lora", "alpha"), message, f"Write {job.lora.rank}, the rank, or delete the line")
+    if job.weight_decay > 0.2:
+        yield Finding(("weight_decay",), f"{job.weight_decay:g} forgets what the model knows", "Write 0.01")
+    if job.caption_dropout > 0.5:
+        message = f"{job.caption_dropout:g} of the images are trained without their caption"
+        yield Finding(("caption_dropout",), message, "Write 0.05 or 0.1")
+
+
+def _levels(job: Job) -> Iterator[Finding]:
+    if job.timestep_sampling == "shift" and not 1 <= job.discrete_flow_shift <= 6:
+        what = "almost pure noise, and texture" if job.discrete_flow_shift > 6 else "almost no noise, and composition"
+        remedy = "Write 3, or timestep_sampling: flux_shift without this line"
+        yield Finding(("discrete_flow_shift",), f"{job.discrete_flow_shift:g} trains on {what} is not learned", remedy)
+    if job.timestep_sampling != "uniform" and not 0.3 <= job.sigmoid_scale <= 3:
+        message = f"{job.sigmoid_scale:g} leaves out most levels of noise"
+        yield Finding(("sigmoid_scale",), message, "Write 1, or delete the line")
+
+
+def _pace(job: Job) -> Iterator[Finding]:
+    if job.images_per_step > 64:
+        message = f"{job.images_per_step} images make each step long and the run's updates few"
+        yield Finding(("images_per_step",), message, "Write 4 to 16; it counts the images of all GPUs together")
+    if job.steps is not None and job.warmup >= job.steps:
+        message = f"the learning rate rises for {job.warmup} steps, and the run has {job.steps}: it never arrives"
+        yield Finding(("warmup",), message, f"Write warmup: {job.steps // 10}")

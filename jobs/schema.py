@@ -1,0 +1,507 @@
+"""What a job is: the keys a user may write, what each does, and its default.
+
+A job is plain, frozen data. Defaults that depend on other keys are filled in before validation (``complete``), so a
+``Job`` never has to ask twice what a value means. Nothing here touches a disk or knows a pod. ``reference.yaml`` and
+``job.schema.json`` are made from this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jobs.values import (
+    AnyText,
+    BucketStep,
+    Count,
+    FilePath,
+    KeptWeights,
+    MethodName,
+    Name,
+    Number,
+    Optimizer,
+    Options,
+    Resolution,
+    Schedule,
+    Sharding,
+    Side,
+    StatesPlace,
+    Switch,
+    Targets,
+    Text,
+    TimestepSampling,
+    WhenDone,
+)
+
+SINGLE_FILE_ENDINGS = (".safetensors", ".sft")
+MOST_SEED = 2**63 - 1
+_PLANNED = "the plan decides"
+
+
+@dataclass(frozen=True)
+class ByMethod:
+    """A default that differs between the methods; shown side by side in reference.yaml."""
+
+    full: Any
+    lora: Any
+
+
+def key(default: Any = ..., *, doc: str, why: str = "", example: Any = None, left_out: str = "", **limits: Any) -> Any:
+    """A field with its documentation: what it does (``doc``), the reason of its default (``why``), an ``example`` for
+    the reference where the default alone shows too little, and what happens when it is ``left_out`` where the default
+    is no plain value."""
+    extra: dict[str, Any] = {"doc": doc, "why": why, "example": example, "left_out": left_out}
+    if isinstance(default, ByMethod):
+        extra["by_method"] = {"full": default.full, "lora": default.lora}
+        default = ...
+    return Field(default, description=f"{doc} {why}".strip(), json_schema_extra=extra, **limits)
+
+
+class Section(BaseModel):
+    """A group of keys: frozen, and an unknown key in it is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TextEncoders(Section):
+    """The two text encoders beside a single-file base."""
+
+    clip: FilePath = key(doc="The CLIP text encoder.", example="models/clip_l.safetensors")
+    t5: FilePath = key(doc="The T5 text encoder.", example="models/t5xxl_fp16.safetensors")
+
+
+class Lora(Section):
+    """The adapter that method lora trains."""
+
+    rank: Count = key(
+        16,
+        doc="Size of the adapter: more can hold more detail, takes a larger file and overfits sooner.",
+        why="16 holds a style or a person.",
+        ge=1,
+        le=1024,
+    )
+    alpha: Number = key(
+        doc="Strength: the adapter is multiplied by alpha / rank.",
+        why="Then the factor is 1, and another rank needs no other learning rate.",
+        example=16.0,
+        left_out="equal to the rank",
+        ge=0,
+        le=4096,
+    )
+    targets: Targets = key(
+        "attention+feed-forward",
+        doc="Which layers get an adapter: attention+feed-forward, all-linear (also the modulation and the embedders), "
+        "attention, or a list of patterns of diffusers module names ('*' stands for anything).",
+        why="These hold most of the weights; the modulation makes training touchy.",
+        example=["transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_out"],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, written: Any) -> Any:
+        if not isinstance(written, Mapping):
+            return written
+        return {"alpha": written.get("rank", cls.model_fields["rank"].default)} | dict(written)
+
+
+class DatasetEntry(Section):
+    """One folder of pictures."""
+
+    path: FilePath = key(
+        doc="A folder of pictures on the volume, relative to it or absolute. Captions lie beside the pictures "
+        "(name.txt); folders named 5_something are repeated 5 times.",
+        example="datasets/paper-flowers",
+    )
+    repeats: Count = key(
+        1,
+        doc="How often an epoch shows each picture.",
+        why="Raise it to balance a small folder against a large one.",
+        ge=1,
+        le=10000,
+    )
+    trigger: Text | None = key(
+        None,
+        doc="A word that takes the place of [trigger] in captions, and is put before those that lack it. Prompts with "
+        "it call up what was learned.",
+        why="A word that means nothing yet is best.",
+        example="pprflwr",
+        left_out="nothing is put before captions",
+    )
+    caption: AnyText | None = key(
+        None,
+        doc="The caption of pictures that have none.",
+        example="a photo of a paper flower",
+        left_out="the trigger, or the name of a folder such as 5_name",
+    )
+    resolution: Resolution | None = key(
+        None,
+        doc="Another resolution for this folder only.",
+        example=512,
+        left_out="the resolution of the job",
+    )
+
+    @property
+    def resolutions(self) -> tuple[int, ...] | None:
+        return None if self.resolution is None else _sizes(self.resolution)
+
+
+class Save(Section):
+    """When states are saved and how many stay. A state holds everything to go on from; its weights are a checkpoint."""
+
+    every: Count = key(
+        ByMethod(full=500, lora=250),
+        doc="Steps between two saves. The end of the run is always saved.",
+        why="A save of a full checkpoint takes minutes; an adapter is small.",
+        ge=1,
+    )
+    states: Count = key(
+        1,
+        doc="How many of the newest states stay complete, to go on from.",
+        why="An older one loses its optimizer, its larger part, and stays a checkpoint.",
+        ge=1,
+    )
+    weights: KeptWeights = key(
+        ByMethod(full=2, lora="all"),
+        doc="Of how many of the newest states the weights stay; all keeps every one.",
+        why="A full checkpoint is 24 GB. Adapters are small, and the best one is rarely the last.",
+    )
+
+
+class Sample(Section):
+    """Pictures drawn during training, the way people will draw them."""
+
+    every: Count = key(
+        250,
+        doc="Steps between two rounds of samples. One is drawn before the first step, for comparison.",
+        why="One picture of 1024 px and 24 steps takes as long as training on about 20 images at 512 px.",
+        ge=1,
+    )
+    prompts: tuple[Text, ...] = key(
+        (),
+        doc="What to draw. Without prompts nothing is drawn.",
+        why="Only you know what you train.",
+        example=["pprflwr in the rain", "a bowl of pprflwr on a wooden table"],
+    )
+    width: Side = key(1024, doc="Width of a sample in pixels, a multiple of 16.", why="As people will use it.")
+    height: Side = key(1024, doc="Height of a sample in pixels, a multiple of 16.", why="As people will use it.")
+    steps: Count = key(
+        24,
+        doc="Denoising steps of a sample.",
+        why="Enough for FLUX.1-dev; schnell needs 4.",
+        ge=1,
+        le=1000,
+    )
+    guidance: Number = key(
+        3.5,
+        doc="Guidance when drawing. Not the guidance of training.",
+        why="What FLUX.1-dev is used with; 1 draws washed-out pictures. A base without guidance ignores it.",
+        ge=0,
+        le=100,
+    )
+    seed: Count = key(
+        42,
+        doc="Seed of the samples.",
+        why="The same at every step, so that only the training changes the picture.",
+        ge=0,
+        le=MOST_SEED,
+    )
+
+
+class PlanOverrides(Section):
+    """Choices that the plan makes by itself, told with their reasons by `fluxpod check`."""
+
+    processes: Count | None = key(
+        None, doc="Training processes, one per GPU.", example=2, left_out=_PLANNED, ge=1, le=64
+    )
+    sharding: Sharding | None = key(
+        None,
+        doc="Whether the model is spread over the GPUs (fsdp) or whole on each (none).",
+        example="fsdp",
+        left_out=_PLANNED,
+    )
+    checkpointing: Switch | None = key(
+        None,
+        doc="Gradient checkpointing: far less memory for about a third more time.",
+        example=True,
+        left_out=_PLANNED,
+    )
+    compile: Switch | None = key(
+        None,
+        doc="torch.compile: faster steps after a slow start.",
+        example=False,
+        left_out=_PLANNED,
+    )
+    images_per_pass: Count | None = key(
+        None,
+        doc="Most images one GPU takes at once. A step that is larger takes several passes and comes out the same.",
+        example=2,
+        ge=1,
+        left_out=_PLANNED,
+    )
+    optimizer_in_backward: Switch | None = key(
+        None,
+        doc="Update each block as soon as its gradient is there: saves the memory of the gradients. The gradient "
+        "cannot be clipped then (max_grad_norm).",
+        example=True,
+        left_out=_PLANNED,
+    )
+    optimizer_states: StatesPlace | None = key(
+        None,
+        doc="Where the optimizer keeps its states: on the device, or streamed from the host's memory.",
+        example="host",
+        left_out=_PLANNED,
+    )
+
+
+class Job(Section):
+    """A fine-tuning job: what to train, on what, and how."""
+
+    name: Name = key(
+        doc="Name of the run, of its folder runs/<name>/ and of the finished file. Letters, digits, '.', '_' and '-'.",
+        example="paper-flowers",
+    )
+    base: Text = key(
+        doc="The model to start from: an id on the Hugging Face hub (with @revision if you like), a diffusers folder "
+        "on the volume, or a single .safetensors file in BFL layout (then also vae and text_encoders). flux-tiny is "
+        "a toy that trains without a GPU.",
+        example="black-forest-labs/FLUX.1-dev",
+    )
+    vae: FilePath | None = key(
+        None,
+        doc="The VAE, where base is a single file.",
+        why="The other kinds of base bring their own.",
+        example="models/ae.safetensors",
+        left_out="the one of the base",
+    )
+    text_encoders: TextEncoders | None = key(
+        None,
+        doc="The text encoders, where base is a single file.",
+        why="The other kinds of base bring their own.",
+        left_out="those of the base",
+    )
+    method: MethodName = key(
+        doc="lora trains a small adapter: right for a style, a person, a thing. full trains all weights into a new "
+        "checkpoint: right for many concepts or a big change.",
+        example="lora",
+    )
+    lora: Lora | None = key(
+        None, doc="The adapter; only with method lora.", left_out="with method lora, an adapter of the defaults below"
+    )
+    datasets: tuple[DatasetEntry, ...] = key(doc="The folders of pictures to learn from.", min_length=1)
+    steps: Count | None = key(
+        None,
+        doc="Length of the run in steps, in all. Or write epochs.",
+        why="The field uses 500 to 4000.",
+        example=1000,
+        left_out="1000 steps for lora; 100 epochs for full, but no less than 1000 and no more than 4000 steps",
+        ge=1,
+    )
+    epochs: Count | None = key(
+        None,
+        doc="Length of the run in epochs: how often every picture is seen, whatever the number of GPUs.",
+        example=80,
+        left_out="see steps",
+        ge=1,
+    )
+    images_per_step: Count = key(
+        4,
+        doc="Images per step over all GPUs together. More GPUs make a step faster, not larger.",
+        why="Splits on 1, 2 and 4 GPUs.",
+        ge=1,
+        le=4096,
+    )
+    resolution: Resolution = key(
+        ByMethod(full=512, lora=(512, 768, 1024)),
+        doc="Training resolution: pictures are scaled to about this many pixels squared, in their own proportions. "
+        "A list trains every picture at each. Multiples of 16 from 64 to 2048.",
+        why="512 is fast and teaches what things look like (finish at 1024 for texture); an adapter for several sizes "
+        "works at all of them.",
+    )
+    bucket_step: BucketStep = key(
+        64,
+        doc="Sides of the training sizes are multiples of this, itself a multiple of 16.",
+        why="Few different sizes, and little is cropped.",
+    )
+    upscale: Switch = key(
+        False,
+        doc="Whether pictures smaller than the resolution are enlarged.",
+        why="Enlarged pictures teach blur.",
+    )
+    learning_rate: Number = key(
+        ByMethod(full=1e-5, lora=1e-4),
+        doc="Size of the updates, after warm-up. May be changed on resume.",
+        why="With stochastic rounding small rates arrive; the field's 2e-5 for full was found with plain bf16. "
+        "Prodigy finds its own and starts from 1.",
+        gt=0,
+    )
+    schedule: Schedule = key(
+        "constant",
+        doc="How the learning rate goes on after warm-up: constant, linear, cosine, cosine_with_restarts, polynomial, "
+        "or the import path of a function of the progress (0 to 1) that gives the factor.",
+        why="With constant, resuming and changing the length stay simple.",
+    )
+    schedule_args: Options = key(
+        {},
+        doc="Options of the schedule, by name.",
+        why="linear and cosine take end (the factor at the end, 0), cosine_with_restarts also cycles (3), polynomial "
+        "also power (2).",
+        example={"end": 0.1},
+    )
+    warmup: Count = key(
+        ByMethod(full=100, lora=50),
+        doc="Steps over which the learning rate rises from 0.",
+        why="The optimizer's averages need some steps to mean something. Counted in steps on any number of GPUs.",
+        ge=0,
+    )
+    optimizer: Optimizer = key(
+        ByMethod(full="AdamW8bit", lora="AdamW"),
+        doc="AdamW, AdamW8bit, PagedAdamW8bit, PagedAdamW32bit, Lion8bit, PagedLion8bit, Adafactor, Prodigy, or an "
+        "import path such as package.module.Class.",
+        why="8 bits instead of 32 save 71 GB on a full model, and little on an adapter.",
+    )
+    optimizer_args: Options = key(
+        {},
+        doc="Further options of the optimizer, by name.",
+        why="The optimizer's own defaults are good.",
+        example={"betas": [0.9, 0.99]},
+    )
+    weight_decay: Number = key(
+        0.01,
+        doc="Pull of the weights towards 0.",
+        why="The common value.",
+        ge=0,
+        le=10,
+    )
+    max_grad_norm: Number | None = key(
+        ByMethod(full=None, lora=1.0),
+        doc="Gradients longer than this are shortened to it; null for no limit.",
+        why="A full model is updated during the backward pass, before the whole gradient's length is known.",
+        example=1.0,
+        gt=0,
+    )
+    timestep_sampling: TimestepSampling = key(
+        "flux_shift",
+        doc="How noisy the training images are: flux_shift (by image size), shift (by discrete_flow_shift), sigmoid, "
+        "uniform.",
+        why="flux_shift is how FLUX draws: more noise for larger images.",
+    )
+    discrete_flow_shift: Number = key(
+        3.0,
+        doc="The shift towards noise; only with timestep_sampling shift. About flux_shift at 1024 px.",
+        why="flux_shift is 1.88 at 512, 2.33 at 768 and 3.16 at 1024 px.",
+        gt=0,
+        le=100,
+    )
+    sigmoid_scale: Number = key(
+        1.0,
+        doc="Spread of the noise levels: above 1 more of the extremes, below 1 more of the middle. Without effect "
+        "with uniform.",
+        why="The common value.",
+        gt=0,
+        le=100,
+    )
+    guidance: Number = key(
+        1.0,
+        doc="The guidance the model is told in training. Not the guidance of drawing, which is sample.guidance.",
+        why="1 trains the model as it is; 3.5 in training ruins it. A base without guidance ignores it.",
+        ge=0,
+        le=100,
+    )
+    t5_mask: Switch = key(
+        False,
+        doc="Whether the padding after a caption is hidden from the model.",
+        why="FLUX was trained with it in sight, and the tools that draw with it show it.",
+    )
+    caption_dropout: Number = key(
+        ByMethod(full=0.0, lora=0.05),
+        doc="Share of the images that are trained with an empty caption, from 0 to 1.",
+        why="A little keeps an adapter from hanging on its exact captions.",
+        ge=0,
+        le=1,
+    )
+    seed: Count = key(
+        42,
+        doc="Seed of everything drawn by chance: order, noise, noise level. The same on any number of GPUs.",
+        why="Any number will do.",
+        ge=0,
+        le=MOST_SEED,
+    )
+    save: Save = key(
+        doc="When states are saved and how many stay. A state is all it takes to go on, a checkpoint included.",
+        left_out="the defaults below",
+    )
+    sample: Sample = key(Sample(), doc="Pictures drawn during training.", left_out="no samples")
+    gpus: Count | None = key(
+        None,
+        doc="How many GPUs to use.",
+        left_out="all that help",
+        example=2,
+        ge=1,
+        le=64,
+    )
+    when_done: WhenDone = key(
+        "idle",
+        doc="What happens to the pod when the run is done: idle keeps it, stop stops it, terminate deletes it.",
+        why="Nothing is lost by surprise.",
+    )
+    plan: PlanOverrides = key(
+        PlanOverrides(),
+        doc="What the plan chooses by itself, with its reasons in `fluxpod check`. Write one only to override it.",
+        left_out="the plan decides",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, written: Any) -> Any:
+        return complete(written) if isinstance(written, Mapping) else written
+
+    @property
+    def resolutions(self) -> tuple[int, ...]:
+        """The resolutions of the job; a dataset with its own overrides them."""
+        return _sizes(self.resolution)
+
+
+def _sizes(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
+    return resolution if isinstance(resolution, tuple) else (resolution,)
+
+
+def is_single_file(base: str) -> bool:
+    """Whether ``base`` is one weight file in BFL layout, which brings neither VAE nor text encoders."""
+    return base.lower().endswith(SINGLE_FILE_ENDINGS)
+
+
+def by_method(section: type[Section], method: str) -> dict[str, Any]:
+    """The defaults of a section that depend on the method."""
+    extras = {name: field.json_schema_extra for name, field in section.model_fields.items()}
+    return {
+        name: extra["by_method"][method]  # type: ignore[index, call-overload]
+        for name, extra in extras.items()
+        if isinstance(extra, dict) and "by_method" in extra
+    }
+
+
+def complete(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The job with the defaults that depend on other keys filled in; everything written stays as it is.
+
+    A method that is missing or wrong is reported by validation; until then the job is completed as a full one.
+    """
+    method = "lora" if written.get("method") == "lora" else "full"
+    filled: dict[str, Any] = by_method(Job, method)
+    if written.get("optimizer") == "Prodigy":
+        filled["learning_rate"] = 1.0
+    plan = written.get("plan")
+    if isinstance(plan, Mapping) and plan.get("optimizer_in_backward") is True:
+        filled["max_grad_norm"] = None
+    filled |= written
+    save = filled.get("save", {})
+    if isinstance(save, Mapping):
+        defaults = by_method(Save, method)
+        if method == "full" and isinstance(save.get("states"), int):
+            defaults["weights"] = max(defaults["weights"], save["states"])  # a state needs its weights
+        filled["save"] = defaults | dict(save)
+    if method == "lora" and filled.get("lora") is None:
+        filled["lora"] = {}
+    return filled

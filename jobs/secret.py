@@ -1,0 +1,44 @@
+"""Finds secrets in a job, and keeps them out of every message.
+
+Jobs are copied into runs, shown on a page and sent to friends; tokens come from the environment instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jobs.problem import Problem
+
+REMEDY = "Delete it here, and set it in the pod's environment (HF_TOKEN for the Hugging Face hub)"
+
+_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{12,}"  # Hugging Face; real ones have 34
+    r"|\b(?:ghp_|github_pat_|rpa_|sk-)[A-Za-z0-9_-]{16,}"  # GitHub, RunPod, and the many that begin with sk-
+    r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"]+(?=@)"  # user:password@ in an address
+)
+_NAME = re.compile(r"(?:^|_)(?:token|password|passwd|secret|api_?key|access_?key)$", re.IGNORECASE)
+
+
+def find(text: str) -> Iterator[int]:
+    """Where in ``text`` secrets begin, remarks included."""
+    return (match.start() for match in _TOKEN.finditer(text))
+
+
+def names_secret(key: str) -> bool:
+    return bool(_NAME.search(key))
+
+
+def hidden(text: str) -> str:
+    return _TOKEN.sub("***", text)
+
+
+def without_secrets(problem: Problem) -> Problem:
+    return replace(
+        problem,
+        message=hidden(problem.message),
+        remedy=hidden(problem.remedy),
+        key=hidden(problem.key),
+        excerpt=hidden(problem.excerpt),
+    )

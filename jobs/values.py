@@ -1,0 +1,262 @@
+"""The kinds of values a job holds, and how strictly each is read.
+
+Every kind answers a wrong value with one message and one remedy; the loader adds file, line and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+OPTIMIZERS = (
+    "AdamW",
+    "AdamW8bit",
+    "PagedAdamW8bit",
+    "PagedAdamW32bit",
+    "Lion8bit",
+    "PagedLion8bit",
+    "Adafactor",
+    "Prodigy",
+)
+BLOCKWISE_OPTIMIZERS = ("AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit")
+BLOCKWISE_ARGS = ("betas", "eps")
+SCHEDULE_ARGS = {
+    "constant": (),
+    "linear": ("end",),
+    "cosine": ("end",),
+    "cosine_with_restarts": ("cycles", "end"),
+    "polynomial": ("power", "end"),
+}
+SCHEDULES = tuple(SCHEDULE_ARGS)
+LORA_TARGETS = ("attention+feed-forward", "all-linear", "attention")
+METHODS = ("lora", "full")
+TIMESTEP_SAMPLINGS = ("flux_shift", "shift", "sigmoid", "uniform")
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value as a message shows it: text in quotes, everything short."""
+    names = {None: "nothing", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    if isinstance(value, Mapping):
+        return "a group of keys"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print the longest ones
+        return "a very long number"
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}...{text[0]}"
+
+
+def wrong(message: str, remedy: str = "") -> PydanticCustomError:
+    """The error of a value; the loader adds file, line and key."""
+    return PydanticCustomError("job", "{message}", {"message": message, "remedy": remedy})
+
+
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_INFINITE = (float("inf"), float("-inf"))
+
+
+def _number(value: Any) -> float:
+    """1e-4, 0.0001 and "1e-4" are the same number; 1,000, nan, inf and true are none."""
+    if isinstance(value, str):
+        if not _NUMBER.fullmatch(value.strip()):
+            bare = value.strip().replace(",", "").replace("_", "").replace(" ", "")
+            example = bare if _NUMBER.fullmatch(bare) else "1e-4 or 0.0001"
+            raise wrong(f"{shown(value)} is not a number", f"Write a plain number, such as {example}")
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong(f"{shown(value)} is not a number", "Write a plain number, such as 1e-4 or 0.0001")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = float("inf")
+    if number != number or number in _INFINITE:
+        raise wrong(f"{shown(value)} is not a finite number", "Write a plain number, such as 1e-4 or 0.0001")
+    return number
+
+
+def _count(value: Any) -> int:
+    """A whole number of 63 bits: 1000, 1e3 and "1000", not 2.5."""
+    number = _number(value)
+    if number != int(number):
+        raise wrong(f"{shown(value)} is not a whole number", f"Write {round(number)}, for example")
+    if abs(number) >= 2**63:
+        raise wrong(f"{shown(value)} is too large", "Write a smaller number")
+    digits = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
+    return int(value) if digits or isinstance(value, int) else int(number)  # a float holds only 53 bits of it
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, (Mapping, list, tuple)):
+        raise wrong(
+            f"{shown(value)} stands where text is needed", "Put it in quotes if a colon, - or [ is part of the text"
+        )
+    raise wrong(f"{shown(value)} is read as {_kind(value)}, not as text", f'Put it in quotes: "{shown(value)}"')
+
+
+def _kind(value: Any) -> str:
+    return "yes or no" if isinstance(value, bool) else "a number"
+
+
+def _some_text(value: Any) -> str:
+    if not _text(value).strip():
+        raise wrong("is empty", "Write something, or leave the key out if it can be left out")
+    return str(value)
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(f"{shown(value)} is neither true nor false", "Write true or false")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", _some_text(value)):
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-.") or "my-lora"
+        raise wrong(
+            f"{shown(value)} cannot name a folder and a file",
+            f"Use letters, digits, '.', '_' and '-' only, at most 100, such as {slug[:100]}",
+        )
+    return str(value)
+
+
+def _path(value: Any) -> str:
+    text = _some_text(value)
+    if re.match(r"[A-Za-z]:[\\/]", text):
+        raise wrong(
+            f"{shown(value)} is a path of a Windows computer, which the pod cannot see",
+            "Copy the folder to the volume and write its path there, such as datasets/my-pictures",
+        )
+    if any(ord(letter) < 32 for letter in text):
+        raise wrong(f"{shown(value)} holds a line break or another control character", "Use / between folders")
+    return text
+
+
+def _choose(value: Any, known: tuple[str, ...], otherwise: str = "") -> str:
+    """``value`` where it is one of ``known`` or, with ``otherwise`` (what to call that), an import path."""
+    if isinstance(value, str) and (value in known or (otherwise and re.fullmatch(IMPORT_PATH, value))):
+        return value
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(value).lower(), by_lower, n=1) if isinstance(value, str) else []
+    guess = f"Did you mean {by_lower[near[0]]}? " if near else ""
+    also = f", or {otherwise}" if otherwise else ""
+    raise wrong(f"{shown(value)} is not known here", f"{guess}Write one of {', '.join(known)}{also}")
+
+
+def one_of(*known: str, otherwise: str = "") -> BeforeValidator:
+    return BeforeValidator(lambda value: _choose(value, known, otherwise))
+
+
+def _in_steps_of_16(value: int, least: int, most: int) -> int:
+    if not least <= value <= most or value % 16:
+        near = min(max(round(value / 16) * 16, least), most)
+        raise wrong(f"{value} is not a multiple of 16 from {least} to {most}", f"Write {near}, for example")
+    return value
+
+
+def _resolution(value: Any) -> int | tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        return _in_steps_of_16(_count(value), 64, 2048)
+    sizes = tuple(_in_steps_of_16(_count(each), 64, 2048) for each in value)
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise wrong("the list is empty or names a size twice", "Write each size once, such as [512, 768, 1024]")
+    return sizes
+
+
+def _side(value: Any) -> int:
+    return _in_steps_of_16(_count(value), 64, 4096)
+
+
+def _bucket_step(value: Any) -> int:
+    return _in_steps_of_16(_count(value), 16, 512)
+
+
+def _targets(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise wrong("the list is empty, so nothing would be trained", f"Write one of {', '.join(LORA_TARGETS)}")
+        return tuple(_some_text(each) for each in value)
+    if isinstance(value, str) and value in LORA_TARGETS:
+        return value
+    raise wrong(
+        f"{shown(value)} is not known here",
+        f"Write one of {', '.join(LORA_TARGETS)}, or a list of patterns of module names",
+    )
+
+
+def _kept_weights(value: Any) -> int | str:
+    if isinstance(value, str) and value == "all":
+        return value
+    if isinstance(value, str) and not _NUMBER.fullmatch(value):
+        raise wrong(f"{shown(value)} is neither a number nor all", "Write a number from 1, or all")
+    number = _count(value)
+    if number < 1:
+        raise wrong(f"{number} is too few", "Write a number from 1, or all")
+    return number
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise wrong(f"{shown(value)} is not a group of options", "Write {name: value, name: value}")
+    return dict(value)
+
+
+def json_schema(**schema: Any) -> WithJsonSchema:
+    return WithJsonSchema(schema)
+
+
+_SIZE = {"type": "integer", "minimum": 64, "maximum": 2048, "multipleOf": 16}
+
+
+def _known_or_path(known: tuple[str, ...]) -> WithJsonSchema:
+    return json_schema(anyOf=[{"enum": list(known)}, {"type": "string", "pattern": f"^{IMPORT_PATH}$"}])
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(_count)]
+Text = Annotated[str, BeforeValidator(_some_text)]
+AnyText = Annotated[str, BeforeValidator(_text)]
+Switch = Annotated[bool, BeforeValidator(_switch)]
+FilePath = Annotated[str, BeforeValidator(_path), json_schema(type="string", minLength=1)]
+Name = Annotated[str, BeforeValidator(_name), json_schema(type="string", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$")]
+Resolution = Annotated[
+    int | tuple[int, ...],
+    BeforeValidator(_resolution),
+    json_schema(anyOf=[_SIZE, {"type": "array", "items": _SIZE, "minItems": 1, "uniqueItems": True}]),
+]
+Side = Annotated[int, BeforeValidator(_side), json_schema(**(_SIZE | {"maximum": 4096}))]
+BucketStep = Annotated[int, BeforeValidator(_bucket_step), json_schema(**(_SIZE | {"minimum": 16, "maximum": 512}))]
+Targets = Annotated[
+    str | tuple[str, ...],
+    BeforeValidator(_targets),
+    json_schema(anyOf=[{"enum": list(LORA_TARGETS)}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]),
+]
+KeptWeights = Annotated[
+    int | Literal["all"],
+    BeforeValidator(_kept_weights),
+    json_schema(anyOf=[{"type": "integer", "minimum": 1}, {"const": "all"}]),
+]
+Options = Annotated[dict[str, Any], BeforeValidator(_options), json_schema(type="object")]
+MethodName = Annotated[Literal["lora", "full"], one_of(*METHODS)]
+TimestepSampling = Annotated[
+    Literal["flux_shift", "shift", "sigmoid", "uniform"],
+    one_of(*TIMESTEP_SAMPLINGS),
+]
+WhenDone = Annotated[Literal["idle", "stop", "terminate"], one_of("idle", "stop", "terminate")]
+Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
+StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
+Optimizer = Annotated[
+    str, one_of(*OPTIMIZERS, otherwise="an import path such as package.module.Class"), _known_or_path(OPTIMIZERS)
+]
+Schedule = Annotated[
+    str, one_of(*SCHEDULES, otherwise="an import path such as package.module.function"), _known_or_path(SCHEDULES)
+]

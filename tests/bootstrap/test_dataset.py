@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bootstrap.dataset import Dataset, scan
+from bootstrap.folders import named_repeats, walk
+from bootstrap.volume import Volume
+from jobs.problem import JobError
+from jobs.schema import Job
+
+
+def picture(path: Path, size: tuple[int, int] = (128, 128), colour: str = "red", caption: str | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+    if caption is not None:
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    return path
+
+
+def job(*entries: dict[str, Any], **keys: Any) -> Job:
+    wanted = {"name": "t", "base": "flux-tiny", "method": "full", "resolution": 128, "bucket_step": 16} | keys
+    return Job(**wanted, datasets=list(entries) or [{"path": "datasets/d"}])
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Volume:
+    volume = Volume(tmp_path)
+    volume.create()
+    return volume
+
+
+@pytest.fixture
+def folder(volume: Volume) -> Path:
+    return volume.datasets / "d"
+
+
+def problems(job: Job, volume: Volume) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        scan(job, volume)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def names(data: Dataset) -> list[str]:
+    return [item.path.removeprefix("datasets/d/") for item in data.items]
+
+
+def test_kohya_folders_multiply_repeats_and_name_the_class(volume: Volume, folder: Path) -> None:
+    picture(folder / "5_sks flower" / "a.jpg")
+    picture(folder / "5_sks flower" / "b.jpg", caption="a written one")
+    picture(folder / "other" / "c.png")
+    data = scan(job({"path": "datasets/d", "repeats": 2}), volume)
+    assert [(item.caption, item.repeats) for item in data.items] == [
+        ("sks flower", 10),
+        ("a written one", 10),
+        ("", 2),
+    ]
+    summary = data.summary()
+    assert (summary.images, summary.items_per_epoch, summary.buckets) == (3, 22, ((128, 128, 22),))
+    assert (data.images, data.captions) == (3, 1)
+    assert any("captions: 1/3" in note for note in data.notes)
+    assert any("5 repeats by its name" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("10_cat", (10, "cat")),
+        ("1_a_b", (1, "a_b")),
+        ("0_no", (0, "no")),
+        ("cat", None),
+        ("10", None),
+        ("20240801_holiday", None),
+        ("x_1", None),
+    ],
+)
+def test_named_repeats(name: str, expected: tuple[int, str] | None) -> None:
+    assert named_repeats(name) == expected
+
+
+def test_the_order_is_that_of_the_paths(volume: Volume, folder: Path) -> None:
+    for name in ("b/1.png", "a/2.png", "a/10.png", "z.png"):
+        picture(folder / name)
+    assert names(scan(job(), volume)) == ["z.png", "a/10.png", "a/2.png", "b/1.png"]
+
+
+def test_nested_and_linked_folders_are_walked_and_loops_end(volume: Volume, folder: Path, tmp_path: Path) -> None:
+    picture(folder / "x" / "y" / "deep.png")
+    picture(tmp_path / "elsewhere" / "linked.png")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "x" / "loop").symlink_to(folder)
+    (folder / "gone.png").symlink_to(tmp_path / "nothing")
+    data = scan(job(), volume)
+    assert names(data) == ["link/linked.png", "x/y/deep.png"]
+    assert any("x/loop" in note for note in data.notes)
+    assert any("gone.png" in note for note in data.notes)
+
+
+def test_system_files_are_counted_apart(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.jpg", caption="a")
+    for name in ("._a.jpg", ".DS_Store", "Thumbs.db", "desktop.ini", "__MACOSX/._a.jpg"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\0\5\x16\7")
+    data = scan(job(), volume)
+    assert data.images == 1
+    assert any("5 hidden or system files ignored" in note for note in data.notes)
+
+
+def test_all_problems_of_all_entries_at_once(volume: Volume, folder: Path) -> None:
+    whole = picture(folder / "good.jpg", (400, 300)).read_bytes()
+    (folder / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "page.jpg").write_text("<html>404</html>")
+    picture(folder / "dot.png", (8, 8))
+    (volume.datasets / "none").mkdir()
+    (volume.datasets / "none" / "readme.doc").write_text("x")
+    entries = [{"path": "datasets/d"}, {"path": "datasets/none"}, {"path": "datasets/missing"}]
+    found = problems(job(*entries), volume)
+    assert len(found) == 6
+    for words in ("half.jpg: damaged", "empty.png: an empty file", "page.jpg: a web page", "dot.png: 8 x 8"):
+        assert any(words in problem and "datasets[0]" in problem for problem in found), words
+    assert any("datasets[1].path: no images" in problem and "1 x .doc" in problem for problem in found)
+    assert any("datasets[2].path" in problem and "does not exist" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("written", "guess"),
+    [
+        ("datasets/flwrs", "datasets/flowers"),
+        ("datasets/Flowers", "datasets/flowers"),
+        ("flowers", "datasets/flowers"),
+        ("datasets\\flowers", "datasets/flowers"),
+        ("dataset/flowers", "datasets/flowers"),
+    ],
+)
+def test_a_missing_path_says_what_is_there(volume: Volume, written: str, guess: str) -> None:
+    picture(volume.datasets / "flowers" / "a.png")
+    (found,) = problems(job({"path": written}), volume)
+    assert f"Did you mean {guess}?" in found
+
+
+def test_a_path_without_its_first_slash(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.png")
+    (found,) = problems(job({"path": str(folder).lstrip("/")}), volume)
+    assert "Did you mean datasets/d?" in found
+    assert scan(job({"path": str(folder)}), volume).images == 1
+
+
+def test_a_file_is_not_a_folder(volume: Volume) -> None:
+    (volume.datasets / "d.zip").write_bytes(b"PK")
+    (found,) = problems(job({"path": "datasets/d.zip"}), volume)
+    assert "is a file" in found
+
+
+def test_captions_with_a_foreign_ending_stop_the_job(volume: Volume, folder: Path) -> None:
+    for name in ("a", "b"):
+        picture(folder / f"{name}.jpg")
+        (folder / f"{name}.cap").write_text("a caption")
+    (found,) = problems(job({"path": "datasets/d", "trigger": "sks"}), volume)
+    assert "captions: 0/2" in found
+    assert "a.cap" in found
+    assert scan(job({"path": "datasets/d", "caption": "all the same"}), volume).items[0].caption == "all the same"
+
+
+def test_a_readme_does_not_stop_it(volume: Volume, folder: Path) -> None:
+    for name in ("a", "b", "c"):
+        picture(folder / f"{name}.jpg")
+    (folder / "readme.md").write_text("mine")
+    data = scan(job({"path": "datasets/d", "trigger": "sks"}), volume)
+    assert {item.caption for item in data.items} == {"sks"}
+    assert any("captions: 0/3" in note for note in data.notes)
+
+
+def test_trigger_default_and_empty_captions(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.jpg", caption="a cat")
+    picture(folder / "b.jpg", caption="the sks cat")
+    picture(folder / "c.jpg")
+    picture(folder / "d.jpg", caption=" \n")
+    data = scan(job({"path": "datasets/d", "trigger": "sks", "caption": "a photo"}), volume)
+    assert [item.caption for item in data.items] == ["sks a cat", "the sks cat", "sks a photo", "sks a photo"]
+    assert any("without a caption file: c.jpg" in note for note in data.notes)
+    assert any("empty caption files: d.txt" in note for note in data.notes)
+
+
+def test_encodings_and_choices_are_told_by_name(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.jpg", caption="{red|blue} cat")
+    picture(folder / "b.jpg")
+    (folder / "b.jpg.txt").write_bytes("a cat’s toy".encode("cp1252"))
+    data = scan(job(), volume)
+    assert [item.caption for item in data.items] == ["{red|blue} cat", "a cat’s toy"]
+    assert any("as they stand: a.txt" in note for note in data.notes)
+    assert any("Windows-1252: b.jpg.txt" in note for note in data.notes)
+
+
+def test_one_item_for_every_distinct_bucket(volume: Volume, folder: Path) -> None:
+    picture(folder / "large.png", (400, 400))
+    picture(folder / "small.png", (100, 100))
+    data = scan(job(resolution=[256, 128]), volume)
+    assert [(Path(item.path).name, item.bucket) for item in data.items] == [
+        ("large.png", (128, 128)),
+        ("large.png", (256, 256)),
+        ("small.png", (96, 96)),
+    ]
+    own = scan(job({"path": "datasets/d", "resolution": 64}, resolution=[256, 128]), volume)
+    assert {item.bucket for item in own.items} == {(64, 64)}
+
+
+def test_names_of_every_kind(volume: Volume, folder: Path) -> None:
+    odd = ["😀.png", "two\nlines.png", "[x] {y} 100%.png", "n" * 251 + ".png", "UPPER.PNG"]
+    for name in odd:
+        picture(folder / name, caption=None)
+    assert sorted(names(scan(job(), volume))) == sorted(odd)
+    (folder / os.fsdecode(b"\xff.png")).write_bytes((folder / "UPPER.PNG").read_bytes())
+    (found,) = problems(job(), volume)
+    assert "not UTF-8" in found
+
+
+def test_a_panorama_is_told(volume: Volume, folder: Path) -> None:
+    picture(folder / "wide.png", (2000, 128))
+    data = scan(job(), volume)
+    assert any("more than half is cropped away" in note and "wide.png" in note for note in data.notes)
+
+
+def test_progress_is_told(volume: Volume, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootstrap.dataset.PROGRESS_SECONDS", -1)
+    for name in "ab":
+        picture(folder / f"{name}.png")
+    lines: list[str] = []
+    scan(job(), volume, lines.append)
+    assert lines == ["datasets/d: checked 1/2 images", "datasets/d: checked 2/2 images"]
+
+
+def test_an_unreadable_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert walk(tmp_path).notes == (f"{tmp_path}: cannot be read (Permission denied)",)

@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bootstrap.bases import FLUX_TINY
+from bootstrap.estimate import GIB, USABLE
+from bootstrap.flux_shape import FluxShape
+from bootstrap.gpus import find_gpu
+from bootstrap.outcome import PodError
+from bootstrap.plan import DataSummary, Plan, make_plan, predict
+from bootstrap.pod import Gpu, Pod
+from bootstrap.ways import split_images
+from jobs.load import parse_job
+from jobs.problem import JobError
+from jobs.schema import Job
+
+DEV = FluxShape()
+DATA = DataSummary(images=200, items_per_epoch=200, buckets=((512, 512, 150), (448, 576, 50)))
+
+
+def job(method: str = "full", extra: str = "") -> Job:
+    return parse_job(
+        f"name: a\nbase: black-forest-labs/FLUX.1-dev\nmethod: {method}\ndatasets: [{{path: d}}]\n{extra}"
+    ).job
+
+
+def pod(*names: str, **changes: object) -> Pod:
+    gpus = []
+    for index, name in enumerate(names):
+        model = find_gpu(name)
+        assert model
+        gpus.append(Gpu(index, name, model.bytes, capability=model.capability))
+    count = max(1, len(gpus))
+    known = Pod(tuple(gpus), cpus=8 * count, memory=64 * GIB * count, shm=GIB * count, disk_free=10**13)
+    return replace(known, **changes)  # type: ignore[arg-type]
+
+
+def reason(plan: Plan, name: str) -> str:
+    return next(f"{choice.value}: {choice.reason}" for choice in plan.choices if choice.name == name)
+
+
+# ---------------------------------------------------------------- what fits where
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "method", "fits"),
+    [
+        ("RTX 4090", 1, "full", False),
+        ("RTX 4090", 2, "full", True),  # sharded: 11 GiB of weights each
+        ("RTX 4090", 1, "lora", False),
+        ("RTX 4090", 4, "lora", False),  # replicated: more GPUs do not help
+        ("RTX 5090", 1, "lora", True),
+        ("A40", 1, "full", True),
+        ("A40", 1, "lora", True),
+        ("A40", 2, "full", True),
+        ("L40S", 1, "full", True),
+        ("A100 40GB", 1, "full", True),
+        ("A100 80GB", 1, "full", True),
+        ("A100 80GB", 2, "full", True),
+        ("A100 80GB", 3, "full", True),
+        ("H100", 8, "full", True),
+        ("H100", 8, "lora", True),
+        ("H200", 1, "full", True),
+    ],
+)
+def test_fits(gpu: str, count: int, method: str, fits: bool) -> None:
+    here = pod(*[gpu] * count)
+    if not fits:
+        with pytest.raises(PodError, match=r"needs at least .* GiB on each GPU .* Choose a GPU of \d+ GB or more"):
+            make_plan(job(method), here, DEV, DATA)
+        return
+    plan = make_plan(job(method), here, DEV, DATA)
+    assert plan.device == "cuda"
+    assert plan.memory_per_gpu <= here.gpus[0].memory * USABLE
+    assert plan.processes == min(count, 4)
+    assert plan.sharding == ("fsdp" if method == "full" and count > 1 else "none")
+    assert sum(plan.split) == 4
+    assert max(plan.split) <= plan.images_per_pass * plan.passes
+    assert plan.compile
+    assert plan.optimizer_in_backward == (method == "full")
+
+
+@pytest.mark.parametrize("images", [1, 2, 3, 4, 5, 7, 8, 13])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
+def test_any_number_of_gpus(images: int, count: int) -> None:
+    plan = make_plan(job(extra=f"images_per_step: {images}\n"), pod(*["H100"] * count), DEV, DATA)
+    assert plan.processes == min(count, images)
+    assert sum(plan.split) == images
+    assert max(plan.split) - min(plan.split) <= 1
+    assert min(plan.split) >= 1
+    assert len(plan.gpus) == plan.processes
+    assert plan.steps_per_epoch == -(-200 // images)  # the same on any number of GPUs
+
+
+def test_split() -> None:
+    assert split_images(4, 3) == (2, 1, 1)
+    assert split_images(8, 8) == (1,) * 8
+
+
+def test_an_uneven_split_is_explained() -> None:
+    plan = make_plan(job(), pod("H100", "H100", "H100"), DEV, DATA)
+    assert reason(plan, "images") == ("2+1+1: 4 images on 3 GPUs: 67% efficient; 3 or 6 images would fill them")
+
+
+def test_more_gpus_than_images() -> None:
+    plan = make_plan(job(extra="images_per_step: 2\n"), pod(*["H100"] * 4), DEV, DATA)
+    assert plan.gpus == (0, 1)
+    assert "idle: GPU 2, 3" in reason(plan, "GPUs")
+
+
+# ---------------------------------------------------------------- choices
+
+
+def test_memory_decides_checkpointing_and_place_of_states() -> None:
+    small, large = (make_plan(job(), pod(name), DEV, DATA) for name in ("A40", "H200"))
+    assert small.checkpointing
+    assert small.optimizer_states == "host"
+    assert "needs" in reason(small, "checkpointing")
+    assert "on the device it needs" in reason(small, "optimizer")
+    assert not large.checkpointing
+    assert large.optimizer_states == "device"
+    assert large.passes == 1
+
+
+def test_a_small_card_takes_checkpointing_rather_than_accumulation() -> None:
+    plan = make_plan(job(extra="images_per_step: 8\n"), pod("A40"), DEV, DATA)
+    assert (plan.checkpointing, plan.passes, plan.images_per_pass) == (True, 1, 8)
+
+
+def test_paged_optimizers_live_on_the_host() -> None:
+    full = make_plan(job(extra="optimizer: PagedAdamW8bit\n"), pod("H200"), DEV, DATA)
+    assert full.optimizer_states == "host"
+    lora = make_plan(job("lora", "optimizer: PagedAdamW8bit\n"), pod("H200"), DEV, DATA)
+    assert lora.optimizer_states == "device"
+
+
+def test_too_little_host_memory_is_said_with_figures() -> None:
+    with pytest.raises(PodError, match=r"on the host it would fit, but that has 16.0 GiB of RAM"):
+        make_plan(job(), pod("A40", memory=16 * GIB), DEV, DATA)
+    with pytest.raises(PodError, match="a pod with more RAM"):
+        make_plan(job(extra="optimizer: PagedAdamW32bit\n"), pod("H100"), DEV, DATA)
+
+
+def test_prodigy_looks_at_the_whole_model() -> None:
+    big = replace(pod("H200", "H200").gpus[0], memory=400 * GIB)
+    plan = make_plan(
+        job(extra="optimizer: Prodigy\n"), replace(pod("H200"), gpus=(big, replace(big, index=1))), DEV, DATA
+    )
+    assert plan.processes == 1
+    assert not plan.optimizer_in_backward
+    assert "runs on one GPU; idle: GPU 1" in reason(plan, "GPUs")
+    with pytest.raises(PodError, match="optimizer: AdamW8bit"):
+        make_plan(job(extra="optimizer: Prodigy\n"), pod("A40"), DEV, DATA)
+
+
+def test_clipping_keeps_the_gradients() -> None:
+    plan = make_plan(job(extra="max_grad_norm: 1.0\n"), pod("H200"), DEV, DATA)
+    assert not plan.optimizer_in_backward
+    assert "max_grad_norm 1 needs all gradients" in reason(plan, "update")
+    with pytest.raises(PodError, match="no max_grad_norm"):
+        make_plan(job(extra="max_grad_norm: 1.0\n"), pod("A40"), DEV, DATA)
+
+
+def test_gpus_asks_for_fewer() -> None:
+    plan = make_plan(job("lora", "gpus: 2\n"), pod(*["H100"] * 4), DEV, DATA)
+    assert plan.gpus == (0, 1)
+    more = make_plan(job("lora", "gpus: 8\n"), pod("H100", "H100"), DEV, DATA)
+    assert more.processes == 2
+
+
+def test_mixed_gpus_use_the_fastest_and_name_the_slowest() -> None:
+    mixed = pod("A40", "H100", "L40S")
+    plan = make_plan(job("lora"), mixed, DEV, DATA)
+    assert "slowest, A40" in reason(plan, "GPUs")
+    two = make_plan(job("lora", "gpus: 2\n"), mixed, DEV, DATA)
+    assert two.gpus == (1, 2)
+
+
+def test_cards_without_bf16() -> None:
+    with pytest.raises(PodError, match=r"V100 has no bf16"):
+        make_plan(job("lora"), pod("V100"), DEV, DATA)
+    plan = make_plan(job("lora"), pod("V100", "A40"), DEV, DATA)
+    assert plan.gpus == (1,)
+    assert any("V100" in warning and "idle" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(("driver", "good"), [("535.183.01", False), ("570.10", False), ("580.95", True), ("", True)])
+def test_driver(driver: str, good: bool) -> None:
+    here = pod("A40")
+    here = replace(here, gpus=(replace(here.gpus[0], driver=driver),))
+    if good:
+        make_plan(job("lora"), here, DEV, DATA)
+    else:
+        with pytest.raises(PodError, match=r"driver of this host is .* CUDA version 13"):
+            make_plan(job("lora"), here, DEV, DATA)
+
+
+def test_an_unknown_gpu_is_planned_without_a_forecast() -> None:
+    here = replace(pod("A40"), gpus=(Gpu(0, "NVIDIA Z9000", 96 * GIB, capability=(14, 0)),))
+    plan = make_plan(job(), here, DEV, DATA)
+    assert reason(plan, "speed").startswith("not known")
+    assert predict(plan, job(), here, DEV, DATA) is None
+
+
+@pytest.mark.parametrize(("shm", "workers"), [(1 << 20, 0), (64 << 20, 0), (100 << 20, 1), (1 << 30, 2)])
+def test_loaders_fit_shared_memory(shm: int, workers: int) -> None:
+    plan = make_plan(job("lora", "images_per_step: 4\n"), pod("A40", shm=shm), DEV, DATA)
+    assert plan.workers == workers
+    if workers < 2:
+        assert "/dev/shm" in reason(plan, "CPU")
+
+
+def test_loaders_and_threads_fit_the_cpus() -> None:
+    plan = make_plan(job("lora"), pod("H100", "H100", cpus=2), DEV, DATA)
+    assert (plan.workers, plan.threads) == (0, 1)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def test_a_real_model_waits_for_a_gpu() -> None:
+    here = pod(notes=("nvidia-smi is not there",))
+    with pytest.raises(PodError, match=r"no GPU \(nvidia-smi is not there\).*prepare"):
+        make_plan(job(), here, DEV, DATA)
+
+
+@pytest.mark.parametrize(("extra", "processes"), [("", 1), ("gpus: 2\n", 2), ("plan: {processes: 3}\n", 3)])
+def test_flux_tiny_trains_on_a_cpu(extra: str, processes: int) -> None:
+    plan = make_plan(job(extra=extra), pod(cpus=4), FLUX_TINY, DATA)
+    assert plan.device == "cpu"
+    assert plan.gpus == ()
+    assert plan.processes == processes
+    assert plan.threads == max(1, 4 // processes)
+    assert plan.sharding == ("fsdp" if processes > 1 else "none")
+    assert (plan.passes, plan.checkpointing, plan.compile) == (1, False, False)
+    assert plan.optimizer_in_backward
+    assert plan.optimizer_states == "device"
+
+
+def test_prodigy_on_a_cpu_runs_in_one_process() -> None:
+    plan = make_plan(job(extra="optimizer: Prodigy\ngpus: 2\n"), pod(), FLUX_TINY, DATA)
+    assert (plan.processes, plan.split, plan.images_per_pass) == (1, (4,), 4)
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def test_overrides_win() -> None:
+    wish = (
+        "plan: {processes: 2, checkpointing: true, compile: false, images_per_pass: 1, optimizer_in_backward: false}\n"
+    )
+    plan = make_plan(job(extra=wish), pod(*["H200"] * 4), DEV, DATA)
+    assert (plan.processes, plan.checkpointing, plan.compile) == (2, True, False)
+    assert (plan.images_per_pass, plan.passes, plan.optimizer_in_backward) == (1, 2, False)
+    assert "plan.checkpointing says so" in reason(plan, "checkpointing")
+    host = make_plan(job(extra="plan: {optimizer_states: host}\n"), pod("H200"), DEV, DATA)
+    assert host.optimizer_states == "host"
+
+
+@pytest.mark.parametrize(
+    ("method", "extra", "key"),
+    [
+        ("full", "plan: {processes: 5}", "plan.processes"),
+        ("full", "plan: {processes: 4}", "plan.processes"),
+        ("full", "plan: {sharding: none}", "plan.sharding"),
+        ("lora", "plan: {sharding: fsdp}", "plan.sharding"),
+        ("lora", "plan: {optimizer_in_backward: true}", "plan.optimizer_in_backward"),
+        ("lora", "plan: {optimizer_states: host}", "plan.optimizer_states"),
+        ("full", "optimizer: PagedAdamW8bit\nplan: {optimizer_states: device}", "plan.optimizer_states"),
+        ("full", "optimizer: Prodigy\nplan: {optimizer_in_backward: true}", "plan.optimizer_in_backward"),
+        ("full", "optimizer: Prodigy\nplan: {processes: 2}", "plan.processes"),
+        (
+            "full",
+            "resolution: 1024\nimages_per_step: 16\nplan: {checkpointing: false, images_per_pass: 8}",
+            "plan.checkpointing",
+        ),
+    ],
+)
+def test_overrides_that_cannot_be(method: str, extra: str, key: str) -> None:
+    data = DataSummary(100, 100, ())
+    with pytest.raises(JobError) as raised:
+        make_plan(job(method, extra + "\n"), pod("H100", "H100"), DEV, data)
+    assert key in [problem.key for problem in raised.value.problems][0]
+    assert all(problem.remedy for problem in raised.value.problems)
+
+
+def test_an_override_may_use_the_reserve() -> None:
+    here = pod("A40")
+    plain = make_plan(job(extra="plan: {checkpointing: true}\n"), here, DEV, DATA)
+    tight = replace(here, gpus=(replace(here.gpus[0], memory=int(plain.memory_per_gpu * 1.01)),))
+    with pytest.raises(PodError):
+        make_plan(job(), tight, DEV, DATA)
+    plan = make_plan(job(extra="plan: {checkpointing: true, optimizer_states: host}\n"), tight, DEV, DATA)
+    assert any("Leave it out if memory runs out" in warning for warning in plan.warnings)
+
+
+# ---------------------------------------------------------------- length, disk, warnings
+
+
+@pytest.mark.parametrize(
+    ("method", "extra", "items", "steps", "per_epoch"),
+    [
+        ("full", "steps: 77\n", 63, 77, 16),
+        ("full", "epochs: 25\n", 63, 400, 16),
+        ("lora", "", 63, 1000, 16),
+        ("full", "", 4, 1000, 1),
+        ("full", "", 63, 1600, 16),
+        ("full", "", 10_000, 4000, 2500),
+    ],
+)
+def test_length(method: str, extra: str, items: int, steps: int, per_epoch: int) -> None:
+    for count in (1, 2, 4):
+        plan = make_plan(job(method, extra), pod(*["H100"] * count), DEV, DataSummary(items, items, ()))
+        assert (plan.steps, plan.steps_per_epoch) == (steps, per_epoch)
+
+
+def test_disk_holds_what_is_kept_and_what_is_being_written() -> None:
+    weights, states = 2 * DEV.parameters(), 2.03 * DEV.parameters()
+    plan = make_plan(job(extra="steps: 2000\n"), pod("H200"), DEV, DATA)  # keeps 2 weights, 1 state
+    assert plan.state_bytes == pytest.approx(weights + states, rel=0.01)
+    assert plan.disk_bytes == pytest.approx(3 * weights + 2 * states, rel=0.01)
+    one = make_plan(job(extra="steps: 100\n"), pod("H200"), DEV, DATA)
+    assert one.disk_bytes == one.state_bytes
+    lora = make_plan(job("lora"), pod("H200"), DEV, DATA)
+    assert lora.disk_bytes < 4e9
+
+
+def test_a_full_volume_is_a_warning() -> None:
+    plan = make_plan(job(), pod("H200", disk_free=50 * 10**9), DEV, DATA)
+    assert any("the volume has 50.0 GB free" in warning for warning in plan.warnings)
+    unknown = make_plan(job(), pod("H200", disk_free=0), DEV, DATA)
+    assert not any("volume" in warning for warning in unknown.warnings)
+
+
+def test_many_processes_and_little_memory_is_a_warning() -> None:
+    plan = make_plan(job("lora"), pod(*["H100"] * 4, memory=8 * GIB), DEV, DATA)
+    assert any("SIGKILL (-9)" in warning for warning in plan.warnings)
+
+
+def test_a_handful_of_images_seen_hundreds_of_times() -> None:
+    few = DataSummary(10, 10, ((512, 512, 10),))
+    for method in ("full", "lora"):
+        plan = make_plan(job(method), pod("H200"), DEV, few)
+        assert any("each of the 10 images about 400 times" in warning for warning in plan.warnings)
+    assert not make_plan(job(), pod("H200"), DEV, DATA).warnings
+
+
+def test_few_images_on_many_gpus() -> None:
+    here = pod(*["H100"] * 8)
+    three = make_plan(job("lora", "images_per_step: 8\nsteps: 100\n"), here, DEV, DataSummary(3, 3, ((512, 512, 3),)))
+    assert any("each step is the whole data set" in warning for warning in three.warnings)
+    nine = make_plan(job("lora", "images_per_step: 8\nsteps: 100\n"), here, DEV, DataSummary(9, 9, ((512, 512, 9),)))
+    assert any("the last step of every epoch has 1 for 8 processes" in warning for warning in nine.warnings)
+
+
+def test_gpus_that_hardly_help_are_named() -> None:
+    one = job(extra="images_per_step: 2\noptimizer: Adafactor\n")
+    plan = make_plan(one, pod("L40S", "L40S"), DEV, DATA)
+    assert any("eats the gain" in warning for warning in plan.warnings)
+
+
+def test_a_busy_gpu_is_named() -> None:
+    here = pod("H200")
+    busy = replace(here, gpus=(replace(here.gpus[0], free=20 * GIB),))
+    assert any("in use by something else" in warning for warning in make_plan(job(), busy, DEV, DATA).warnings)
+
+
+def test_every_choice_has_a_reason() -> None:
+    for here, base in ((pod("A40"), DEV), (pod("H100", "H100", "H100"), DEV), (pod(), FLUX_TINY)):
+        for method in ("full", "lora"):
+            plan = make_plan(job(method), here, base, DATA)
+            assert all(choice.name and choice.value and choice.reason for choice in plan.choices)
+            assert len({choice.name for choice in plan.choices}) == len(plan.choices)
+
+
+def test_prediction() -> None:
+    sampled = job(extra="sample: {prompts: [a, b]}\nsteps: 1000\n")
+    here = pod("H100")
+    found = predict(make_plan(sampled, here, DEV, DATA), sampled, here, DEV, DATA)
+    assert found
+    assert found.images_per_second == pytest.approx(4 / found.step)
+    assert found.training == pytest.approx(1000 * found.step)
+    assert found.drawing > 0
+    assert found.total == found.training + found.drawing + found.saving

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from bootstrap.volume import Volume
+from entrypoint.check import check, parse_pods, render_pod
+from jobs.problem import JobError
+
+TINY = "name: demo\nbase: flux-tiny\nmethod: full\ndatasets: [{path: datasets/a}]\nresolution: 64\nsteps: 6\n"
+REAL = TINY.replace("flux-tiny", "black-forest-labs/FLUX.1-dev").replace("resolution: 64", "resolution: 512")
+
+
+@pytest.fixture()
+def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Volume:
+    """A volume with four pictures, on a pod without GPU."""
+    folder = tmp_path / "datasets" / "a"
+    folder.mkdir(parents=True)
+    for number in range(4):
+        Image.new("RGB", (512, 512), (60 * number, 80, 90)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a colour")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return Volume(tmp_path)
+
+
+def written(volume: Volume, text: str) -> Path:
+    path = volume.root / "my-job.yaml"
+    path.write_text(text)
+    return path
+
+
+def snapshot(volume: Volume) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in volume.root.rglob("*")}
+
+
+def test_a_plan_is_printed_and_nothing_changed(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    job = written(volume, TINY)
+    before = snapshot(volume)
+    assert check(job, volume) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("demo: full on flux-tiny") or "\ndemo: full on flux-tiny" in out
+    assert "6 steps" in out
+    assert "! nvidia-smi is not there" in out
+    assert max(len(line) for line in out.splitlines()) <= 120
+    assert snapshot(volume) == before
+
+
+def test_a_real_model_on_a_pod_without_gpu(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(written(volume, REAL), volume) == 65
+    told = capsys.readouterr()
+    assert "no GPU" in told.out
+    assert "start it with a GPU" in " ".join(told.err.split())
+
+
+def test_a_wrong_job(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TINY.replace("steps: 6", "stepz: 6\nlearning_rate: fast")
+    assert check(written(volume, text), volume) == 64
+    err = capsys.readouterr().err
+    assert "my-job.yaml:6" in err
+    assert "my-job.yaml:7" in err
+    assert "2 problems" in err
+
+
+def test_a_missing_folder_is_told_beside_the_pods(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    job = written(volume, REAL.replace("datasets/a", "datasets/b"))
+    assert check(job, volume, "A40@0.5, 8xH100") == 64
+    told = capsys.readouterr()
+    assert "my-job.yaml:4" in told.err
+    assert "datasets" in told.err
+    assert "8 x H100 SXM" in told.out
+
+
+def test_an_override_that_cannot_be_has_its_line(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(written(volume, TINY + "plan:\n  processes: 5\n"), volume) == 64
+    assert "my-job.yaml:8: plan.processes: 5 processes" in capsys.readouterr().err
+
+
+def test_pods_side_by_side(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    pods = "A40@0.44, L40S@0.86, RTX 4090, 2xA100 80GB@3.28, 3xH100, V100"
+    assert check(written(volume, REAL.replace("steps: 6", "steps: 1000")), volume, pods) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("  ")[0]: line for line in lines}
+    assert rows["pod"].split()[-1] == "cost"
+    hourly, cost = 0.44, float(rows["A40"].split()[-1])
+    assert "h" in rows["A40"]
+    assert 0.5 * hourly < cost < 10 * hourly
+    assert "does not fit" in rows["RTX 4090"]
+    assert "does not fit" in rows["V100"]
+    assert "2+1+1" in rows["3 x H100 SXM"]
+    assert rows["3 x H100 SXM"].endswith("-")  # no price, no cost
+    text = " ".join(" ".join(lines).split())
+    assert "RTX 4090: Full fine-tuning needs at least" in text
+    assert "V100 has no bf16" in text
+    assert "Cheapest: L40S" in text
+    assert "Fastest: 3 x H100 SXM" in text
+
+
+def test_one_pod_shows_its_whole_plan(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(written(volume, REAL), volume, "A40@0.44") == 0
+    out = capsys.readouterr().out
+    assert "checkpointing" in out
+    assert "1 x A40" in out
+
+
+def test_no_pod_fits(volume: Volume) -> None:
+    assert check(written(volume, REAL), volume, "RTX 4090, T4") == 65
+
+
+def test_pods_are_read() -> None:
+    found = parse_pods("A40, L40S@0.86 ,2xA100 80GB@$3.28, 8 x H100,4090")
+    assert [(each.text, len(each.pod.gpus), each.price) for each in found] == [
+        ("A40", 1, None),
+        ("L40S", 1, 0.86),
+        ("2 x A100 80GB", 2, 3.28),
+        ("8 x H100 SXM", 8, None),
+        ("RTX 4090", 1, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no pod is named"),
+        (" , ", "no pod is named"),
+        ("L4OS", "Did you mean L40S"),
+        ("A40@cheap", "is not a price"),
+        ("0xA40", "is not a number of GPUs"),
+        ("999xA40", "is not a number of GPUs"),
+        ("@3", "is not a number of GPUs"),
+        ("toaster", "no GPU known here"),
+    ],
+)
+def test_pods_that_cannot_be_read(text: str, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        parse_pods(text)
+
+
+def test_a_wrong_pod_is_told(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(written(volume, REAL), volume, "A41, toaster") == 64
+    assert "2 problems" in capsys.readouterr().err
+
+
+def test_rendering_needs_no_volume() -> None:
+    assert "GPU 0: A40, 45.0 GiB" in render_pod(parse_pods("A40")[0].pod)
+
+
+def test_starts_without_torch() -> None:
+    code = "import sys, entrypoint.check, bootstrap.plan, bootstrap.pod; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,228 @@
+"""A Hugging Face hub on the loopback, for as much of its protocol as a fetch uses, and the faults it can show.
+
+Point HF_ENDPOINT at ``hub.endpoint`` before huggingface_hub is imported, that is, in a process started for the purpose.
+Every request is kept in ``hub.requests``; the bytes of large files come from another path, as from the hub's CDN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+LFS_FROM = 100_000  # bytes; larger files are LFS objects, as .safetensors are on the hub
+
+
+@dataclass
+class Repo:
+    """One repository with one commit, served from a folder."""
+
+    folder: Path
+    commit: str = "c0ffee" + "0" * 34
+    revisions: tuple[str, ...] = ("main",)
+    gated: bool = False
+    readers: tuple[str, ...] = ()  # tokens whose accounts accepted the licence
+    wrong_bytes: set[str] = field(default_factory=set)  # paths whose content is served spoilt, in its right size
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            path.relative_to(self.folder).as_posix(): path.read_bytes()
+            for path in sorted(self.folder.rglob("*"))
+            if path.is_file()
+        }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An answer given in place of the right one to requests whose path ``match``es, ``times`` times (None: always)."""
+
+    match: str
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    stall: float = 0.0  # seconds of silence in mid-body
+    cut: bool = False  # the connection ends in mid-body
+
+
+class LoopbackHub:
+    """A context manager. ``tokens`` are those the hub knows; one it does not know is refused with 401."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.tokens: set[str] = set()
+        self.restricted: set[str] = set()  # valid tokens without the right to read gated repositories
+        self.requests: list[str] = []
+        self.authorizations: set[str] = set()
+        self.faults: list[tuple[Fault, list[int]]] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server.daemon_threads = True
+        port = self._server.server_address[1]
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.cdn = f"http://localhost:{port}/cdn"  # another host, as on the hub: it is sent no token
+
+    def __enter__(self) -> LoopbackHub:
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def fail(self, fault: Fault, times: int = 1_000_000) -> None:
+        self.faults.append((fault, [times]))
+
+    def fault_for(self, path: str) -> Fault | None:
+        for fault, left in self.faults:
+            if left[0] > 0 and re.search(fault.match, path):
+                left[0] -= 1
+                return fault
+        return None
+
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def _error(status: int, code: str, message: str) -> Answer:
+    headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+    return status, headers, json.dumps({"error": message}).encode()
+
+
+def _refusal(hub: LoopbackHub, name: str, repo: Repo | None, token: str | None) -> Answer | None:
+    if token is not None and token not in hub.tokens:
+        return _error(401, "", "Invalid credentials in Authorization header")
+    if repo is None:
+        return _error(401 if token is None else 404, "RepoNotFound", "Repository not found")
+    if not repo.gated or token in repo.readers:
+        return None
+    if token is None:
+        return _error(401, "GatedRepo", f"Access to model {name} is restricted. You must have access to it.")
+    if token in hub.restricted:
+        return _error(403, "", "Please enable access to public gated repositories in your fine-grained token settings.")
+    return _error(403, "GatedRepo", f"Access to model {name} is restricted and you are not in the authorized list.")
+
+
+def _answer(hub: LoopbackHub, path: str, token: str | None) -> Answer:
+    if found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
+        return 200, {}, _content(hub.repos[found[1]], found[2])
+    if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check", path):
+        return _refusal(hub, found[1], hub.repos.get(found[1]), token) or (200, {}, b"{}")
+    if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", path):
+        repo = hub.repos.get(found[1])
+        if repo is None:  # the list of a gated repository is public
+            return _refusal(hub, found[1], repo, token) or (500, {}, b"")
+        if found[3] not in (*repo.revisions, repo.commit):
+            return _error(404, "RevisionNotFound", f"Invalid rev id: {found[3]}")
+        listing: Any = [_entry(name, content) for name, content in repo.files().items()]
+        if found[2] == "revision":
+            siblings = [
+                {("rfilename" if k == "path" else "blobId" if k == "oid" else k): v for k, v in e.items()}
+                for e in listing
+            ]
+            listing = {
+                "id": found[1],
+                "modelId": found[1],
+                "sha": repo.commit,
+                "gated": repo.gated,
+                "siblings": siblings,
+            }
+        return 200, {"Content-Type": "application/json"}, json.dumps(listing).encode()
+    if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        return _resolve(hub, found[1], found[2], found[3], token)
+    return _error(404, "", "No such page")
+
+
+def _resolve(hub: LoopbackHub, name: str, revision: str, file: str, token: str | None) -> Answer:
+    repo = hub.repos.get(name)
+    if refusal := _refusal(hub, name, repo, token):
+        return refusal
+    assert repo is not None
+    if revision not in (*repo.revisions, repo.commit):
+        return _error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+    if not (repo.folder / file).is_file():
+        return _error(404, "EntryNotFound", "Entry not found")
+    content = (repo.folder / file).read_bytes()
+    entry = _entry(file, content)
+    headers = {"X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
+    if "lfs" not in entry:
+        return 200, headers | {"ETag": f'"{entry["oid"]}"'}, _content(repo, file)
+    linked = {"X-Linked-Etag": f'"{entry["lfs"]["sha256"]}"', "X-Linked-Size": str(len(content))}
+    return 302, headers | linked | {"Location": f"{hub.cdn}/{name}/{file}"}, b""
+
+
+def _content(repo: Repo, file: str) -> bytes:
+    content = (repo.folder / file).read_bytes()
+    return content[:-1] + bytes([content[-1] ^ 1]) if file in repo.wrong_bytes else content
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
+    if len(content) >= LFS_FROM:
+        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return entry
+
+
+def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            hub.requests.append(f"{self.command} {path}")
+            given = self.headers.get("Authorization")
+            token = given.removeprefix("Bearer ") if given else None
+            if given:
+                assert not path.startswith("/cdn/"), "a token went to another host"
+                hub.authorizations.add(given)
+            fault = hub.fault_for(f"{self.command} {path}")
+            if fault and fault.status:
+                self._send((fault.status, fault.headers, b"{}"), None)
+            else:
+                self._send(_answer(hub, path, token), fault)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def _send(self, answer: Answer, fault: Fault | None) -> None:
+            status, headers, body = answer
+            if (wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) and status == 200:
+                first, last = int(wanted[1]), int(wanted[2] or len(body) - 1)
+                headers = headers | {"Content-Range": f"bytes {first}-{last}/{len(body)}"}
+                status, body = 206, body[first : last + 1]
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            if fault:
+                self.wfile.write(body[: len(body) // 3])
+                self.wfile.flush()
+                time.sleep(fault.stall)
+                if fault.cut or fault.stall:
+                    self.close_connection = True
+                    return
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Quiet: ``requests`` holds what was asked."""
+
+    return Handler
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A hub without repositories; processes started during the test take it for the real one."""
+    with LoopbackHub() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield running

@@ -1,0 +1,144 @@
+"""LoRA by peft: which layers get an adapter, how it starts, and its tensors in the layout that ComfyUI and Forge load.
+
+That layout (kohya's) has BFL's module names. Where BFL fuses matrices that diffusers, and so the adapter, keeps apart, the
+adapters become one: their down matrices stacked, their up matrices on the diagonal of a larger one, alpha times as many as
+there are. The product is the same number for number, and the parts can be cut out again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig
+from torch import nn
+
+from bootstrap.layout import module_in_bfl
+from jobs.schema import Lora
+from trainer.randomness import Use, draw, name_key
+
+_ATTENTION = re.compile(r".*\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)")
+_FEED_FORWARD = re.compile(r".*\.(ff|ff_context)\.net\.(0\.proj|2)|single_transformer_blocks\.\d+\.proj_(mlp|out)")
+_WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.default\.weight")
+
+
+class AdapterError(ValueError):
+    """A pattern that matches no layer, or a file that is not this job's adapter."""
+
+
+def target_modules(linear: Sequence[str], targets: str | Sequence[str]) -> list[str]:
+    """Which of the model's linear layers ``targets`` means. Raises AdapterError for a pattern that matches none."""
+    if targets == "all-linear":
+        return list(linear)
+    if targets == "attention":
+        return [name for name in linear if _ATTENTION.fullmatch(name)]
+    if targets == "attention+feed-forward":
+        return [name for name in linear if _ATTENTION.fullmatch(name) or _FEED_FORWARD.fullmatch(name)]
+    unmatched = [pattern for pattern in targets if not any(fnmatchcase(name, pattern) for name in linear)]
+    if unmatched:
+        raise AdapterError(f"lora.targets: no layer is called {', '.join(unmatched)}; layers are called like {linear[8]}")
+    return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]
+
+
+def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
+    """Freezes the model and gives it an adapter in float32 that changes nothing yet.
+
+    The start depends on the seed and each layer's name alone: uniform within 1/sqrt(inputs), as LoRA's authors do.
+    """
+    model.requires_grad_(False)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    targets = target_modules(linear, lora.targets)
+    model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if match := _WEIGHT.fullmatch(name):
+            parameter.data = parameter.data.float()
+            if match["half"] == "A":
+                numbers = draw(seed, Use.ADAPTER, 0, name_key(match["module"])).random(parameter.shape, dtype="float32")
+                bound = 1 / math.sqrt(parameter.shape[1])
+                parameter.data.copy_(torch.from_numpy(numbers).mul_(2 * bound).sub_(bound))
+            else:
+                parameter.data.zero_()
+
+
+def to_kohya(weights: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
+    """Adapter tensors by peft's names, in kohya's layout. A layer of rank r is scaled by alpha / r in both."""
+    fused: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
+    for name, down in weights.items():
+        match = _WEIGHT.fullmatch(name)
+        assert match, name
+        if match["half"] == "A":
+            bfl_name, part = module_in_bfl(match["module"])
+            fused[bfl_name][part] = (down, weights[name.replace(".lora_A.", ".lora_B.")])
+    tensors = {}
+    for bfl_name, parts in sorted(fused.items()):
+        key = f"lora_unet_{bfl_name.replace('.', '_')}"
+        downs, ups = zip(*(parts[part] for part in sorted(parts)), strict=True)
+        rows = _fused_rows(bfl_name, parts)
+        up = downs[0].new_zeros((sum(rows.values()), sum(d.shape[0] for d in downs)))
+        column = 0
+        for part, (down, half) in sorted(parts.items()):
+            row = sum(count for other, count in rows.items() if other < part)
+            up[row : row + half.shape[0], column : column + down.shape[0]] = _swap_modulation(bfl_name, half)
+            column += down.shape[0]
+        tensors[f"{key}.alpha"] = torch.tensor(alpha * len(parts), dtype=torch.float32)
+        tensors[f"{key}.lora_down.weight"] = torch.cat(downs).contiguous()
+        tensors[f"{key}.lora_up.weight"] = up
+    return tensors
+
+
+def from_kohya(tensors: Mapping[str, torch.Tensor], names: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
+    """The inverse of ``to_kohya`` for adapter tensors called ``names``, all of rank ``rank``.
+
+    Raises AdapterError where the file lacks a layer or its rank differs.
+    """
+    modules = sorted({match["module"] for name in names if (match := _WEIGHT.fullmatch(name))})
+    shared: dict[str, dict[int, str]] = defaultdict(dict)
+    for module in modules:
+        bfl_name, part = module_in_bfl(module)
+        shared[bfl_name][part] = module
+    weights = {}
+    for bfl_name, parts in shared.items():
+        key = f"lora_unet_{bfl_name.replace('.', '_')}"
+        try:
+            down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
+        except KeyError as error:
+            raise AdapterError(f"the adapter has no {error.args[0]}") from error
+        if down.shape[0] != rank * len(parts):
+            raise AdapterError(f"{key} has rank {down.shape[0] // len(parts)}, not {rank}")
+        width = up.shape[0] // _units(bfl_name)
+        for i, (part, module) in enumerate(sorted(parts.items())):
+            columns = slice(i * rank, (i + 1) * rank)
+            rows = slice(part * width, up.shape[0] if _is_last(bfl_name, part) else (part + 1) * width)
+            weights[f"{module}.lora_A.default.weight"] = down[columns].contiguous()
+            weights[f"{module}.lora_B.default.weight"] = _swap_modulation(bfl_name, up[rows, columns]).contiguous()
+    return weights
+
+
+def _swap_modulation(bfl_name: str, up: torch.Tensor) -> torch.Tensor:
+    """The last modulation gives scale, shift in diffusers and shift, scale in BFL's layout."""
+    return torch.cat(up.chunk(2)[::-1]) if bfl_name == "final_layer.adaLN_modulation.1" else up
+
+
+def _units(bfl_name: str) -> int:
+    """How many times the model's width a fused matrix has rows: q k v, and in single blocks 4 more; 1 where not fused."""
+    if bfl_name.endswith(".qkv"):
+        return 3
+    return 7 if bfl_name.endswith(".linear1") else 1
+
+
+def _is_last(bfl_name: str, part: int) -> bool:
+    return part == {1: 0, 3: 2, 7: 3}[_units(bfl_name)]
+
+
+def _fused_rows(bfl_name: str, parts: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[int, int]:
+    """The rows of each part of a fused matrix, those without an adapter included."""
+    some, (_, up) = next(iter(parts.items()))
+    if _units(bfl_name) == 1:
+        return {0: up.shape[0]}
+    width = up.shape[0] // (4 if _units(bfl_name) == 7 and some == 3 else 1)
+    return {0: width, 1: width, 2: width} | ({3: 4 * width} if _units(bfl_name) == 7 else {})

@@ -1,0 +1,147 @@
+"""From (step) to what each pass of this process computes on: noisy latents, their targets, texts.
+
+Everything random is looked up by (seed, step, place), on the CPU in float32, so the numbers are the same on any card and any
+number of GPUs. The next steps are prepared by threads while the GPU works; there are no worker processes, so a container's
+small /dev/shm is no matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+import torch
+
+from bootstrap.cache import Cache, text_key
+from bootstrap.dataset import Item
+from bootstrap.run_file import RunFile
+from jobs.schema import Job
+from trainer.flow import image_ids, noise_level, pack
+from trainer.order import Pass, Step, epoch_order, share_out, steps_per_epoch
+from trainer.randomness import Use, draw
+
+AHEAD = 3  # steps prepared in advance
+
+
+@dataclass(frozen=True)
+class Latents:
+    """How FLUX's latents relate to the VAE's: (vae - shift) * scale. From the VAE's configuration."""
+
+    shift: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One pass of one process. ``weights`` are 1, or 0 for a dummy that only keeps the processes in step."""
+
+    noisy: torch.Tensor  # [batch, image tokens, 64]
+    target: torch.Tensor  # the same
+    sigma: torch.Tensor  # [batch]
+    text: torch.Tensor  # [batch, text tokens, text size]
+    pooled: torch.Tensor  # [batch, pooled size]
+    text_mask: torch.Tensor  # [batch, text tokens], bool
+    image_ids: torch.Tensor  # [image tokens, 3]
+    weights: torch.Tensor  # [batch]
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        return Batch(**moved)
+
+    def pinned(self) -> Batch:
+        return Batch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one process does in one global step."""
+
+    batches: tuple[Batch, ...]
+    images: int  # of the whole global step, all processes
+
+
+class TrainingData:
+    """The images of every step, for one process."""
+
+    def __init__(self, run: RunFile, items: Sequence[Item], latents: Latents, rank: int):
+        self.job: Job = run.job
+        self.items = items
+        self.latents = latents
+        self.rank = rank
+        self.processes, self.images_per_pass = run.plan.processes, run.plan.images_per_pass
+        self.threads = max(1, run.plan.workers)
+        self.pin = run.plan.device == "cuda"
+        self.buckets = [item.bucket for item in items]
+        self.steps_per_epoch = steps_per_epoch(items, self.job.images_per_step)
+        self.cache = Cache(run.cache)
+        self.empty_caption = text_key("", run.weights, self.job.t5_mask)
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: epoch_order(items, self.job.seed, epoch, self.job.images_per_step))
+
+    def step(self, index: int) -> Step:
+        """The items of global step ``index``, counted from 0 over all epochs; a pure function of the seed."""
+        epoch, place = divmod(index, self.steps_per_epoch)
+        return self._epoch(epoch)[place]
+
+    def prepared(self, first: int, stop: int) -> Iterator[StepData]:
+        """The data of steps ``first`` to ``stop``, in order, prepared ahead."""
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="data") as pool:
+            waiting = [pool.submit(self.prepare, index) for index in range(first, min(first + AHEAD, stop))]
+            try:
+                for index in range(first, stop):
+                    data = waiting.pop(0).result()
+                    if index + AHEAD < stop:
+                        waiting.append(pool.submit(self.prepare, index + AHEAD))
+                    yield data
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def prepare(self, index: int) -> StepData:
+        step = self.step(index)
+        batches = []
+        for shares in share_out(step, self.buckets, self.processes, self.images_per_pass):
+            mine = shares[self.rank]
+            batches.append(self._batch(index, mine) if mine else self._dummy(index, shares))
+        return StepData(tuple(batches), len(step))
+
+    def _batch(self, index: int, share: Pass) -> Batch:
+        images = [self.example(index, place, self.items[item]) for place, item in zip(share.places, share.items, strict=True)]
+        stacked = {name: torch.stack([image[name] for image in images]) for name in images[0]}
+        width, height = share.bucket
+        batch = Batch(image_ids=image_ids(height // 8, width // 8), weights=torch.ones(len(images)), **stacked)
+        return batch.pinned() if self.pin else batch
+
+    def _dummy(self, index: int, shares: Sequence[Pass | None]) -> Batch:
+        """One image of a neighbour's, weighing nothing: the smallest, since all wait for the largest."""
+        others = [share for share in shares if share]
+        smallest = min(others, key=lambda share: share.bucket[0] * share.bucket[1])
+        one = Pass(smallest.bucket, smallest.places[:1], smallest.items[:1])
+        batch = self._batch(index, one)
+        return replace(batch, weights=torch.zeros_like(batch.weights))
+
+    def example(self, step: int, place: int, item: Item) -> dict[str, torch.Tensor]:
+        """One image as it is seen at (step, place): its latent, noise, noise level and caption."""
+        job, seed = self.job, self.job.seed
+        cached = self.cache.read(item.latent_key)
+        mean, spread = cached["mean"].float(), cached["spread"].float()
+        within = torch.from_numpy(draw(seed, Use.LATENT, step, place).standard_normal(mean.shape, dtype="float32"))
+        latent = (mean + spread * within - self.latents.shift) * self.latents.scale
+        noise = torch.from_numpy(draw(seed, Use.NOISE, step, place).standard_normal(mean.shape, dtype="float32"))
+        sigma = noise_level(
+            draw(seed, Use.NOISE_LEVEL, step, place),
+            job.timestep_sampling,
+            mean.shape[-1] * mean.shape[-2] // 4,
+            discrete_flow_shift=job.discrete_flow_shift,
+            sigmoid_scale=job.sigmoid_scale,
+        )
+        dropped = draw(seed, Use.CAPTION_DROPOUT, step, place).random() < job.caption_dropout
+        text = self.cache.read(self.empty_caption if dropped else item.text_key)
+        return {
+            "noisy": pack(((1 - sigma) * latent + sigma * noise)[None])[0].to(torch.bfloat16),
+            "target": pack((noise - latent)[None])[0],
+            "sigma": torch.tensor(sigma, dtype=torch.float32),
+            "text": text["prompt_embeds"],
+            "pooled": text["pooled"],
+            "text_mask": text["mask"],
+        }

@@ -1,0 +1,177 @@
+"""The FLUX transformer as it is trained: made without memory, cut for the GPUs, filled from the files row by row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bootstrap.flux_shape import FluxShape
+from bootstrap.layout import clip_rows, placements
+from bootstrap.plan import Plan
+from bootstrap.tensor_files import TensorReader
+from jobs.schema import Job
+from trainer.adapter import add_adapter
+from trainer.data import Batch
+from trainer.trained import held_rows, local, plain_name
+from trainer.world import World
+
+Layout = Literal["bfl", "diffusers"]
+
+
+def build_model(
+    job: Job, plan: Plan, shape: FluxShape, files: Sequence[Path], layout: Layout, world: World
+) -> FluxTransformer2DModel:
+    """The transformer on this process's device, in bf16, with what the plan asks for; ``files`` hold its weights."""
+    model = bare_model(shape)
+    sources = _sources(shape, files, layout)  # before wrapping renames anything
+    if job.method == "full":
+        prepare(model, plan, world)
+        model.to_empty(device=world.device)
+        fill(model, sources, world)
+    else:
+        model.to_empty(device=world.device)
+        fill(model, sources, world)
+        assert job.lora is not None
+        add_adapter(model, job.lora, job.seed)
+        prepare(model, plan, world)
+    return model
+
+
+def bare_model(shape: FluxShape) -> FluxTransformer2DModel:
+    """The model without memory (on the meta device), in bf16."""
+    with torch.device("meta"):
+        return FluxTransformer2DModel(**shape.config()).to(torch.bfloat16)
+
+
+def prepare(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
+    """Checkpointing, compiling, sharding, in the order in which they work together."""
+    if plan.checkpointing:
+        model.enable_gradient_checkpointing()
+    if plan.compile:
+        model.compile_repeated_blocks(fullgraph=True)
+    if plan.sharding == "fsdp":
+        shard(model, plan.reshard_after_forward, world)
+
+
+def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:
+    """FSDP2, block by block. Gradients are summed in float32 and not divided: the loss is already a share of the step's."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo knows no scaled one
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows ``first`` to ``first + count`` of a parameter lie in a file's tensor from row ``file_first``."""
+
+    parameter: str
+    first: int
+    count: int
+    path: Path
+    file_name: str
+    file_first: int
+
+
+def _sources(shape: FluxShape, files: Sequence[Path], layout: Layout) -> list[Source]:
+    if layout == "bfl":
+        (path,) = files
+        return [
+            Source(name, part.first, part.count, path, part.file_name, part.file_first)
+            for name, placement in placements(shape).items()
+            for part in placement
+        ]
+    sources, sizes = [], shape.tensors()
+    for path in files:
+        reader = TensorReader(path)
+        sources += [Source(name, 0, sizes[name][0], path, name, 0) for name in reader.header.tensors]
+        reader.close()
+    return sources
+
+
+def fill(model: FluxTransformer2DModel, sources: Sequence[Source], world: World) -> None:
+    """Reads this process's rows of every parameter, file by file in the order of their bytes.
+
+    At most one tensor is in host memory beside the model.
+    """
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    by_file: dict[Path, list[Source]] = defaultdict(list)
+    for source in sources:
+        by_file[source.path].append(source)
+    for path, wanted in by_file.items():
+        reader = TensorReader(path)
+        try:
+            entries = reader.header.tensors
+            wanted.sort(key=lambda s: entries[s.file_name].offset + s.file_first * entries[s.file_name].row_bytes)
+            for source in wanted:
+                _fill_rows(parameters[source.parameter], source, reader, world)
+        finally:
+            reader.close()
+
+
+@torch.no_grad()
+def _fill_rows(parameter: nn.Parameter, source: Source, reader: TensorReader, world: World) -> None:
+    target = local(parameter)
+    whole = target.shape == parameter.shape
+    first, count = (0, parameter.shape[0]) if whole else held_rows(parameter.shape[0], world.rank, world.size)
+    start, stop = max(first, source.first), min(first + count, source.first + source.count)
+    if start < stop:
+        offset = source.file_first - source.first
+        target[start - first : stop - first] = reader.read(source.file_name, start + offset, stop + offset).to(target.device)
+
+
+def rows_in_bfl(name: str, first: int, count: int, shape: FluxShape) -> list[tuple[str, int, slice]]:
+    """Where rows of a parameter belong in the BFL file: (tensor, its row, which of these rows)."""
+    parts = clip_rows(placements(shape)[name], first, first + count)
+    return [(part.file_name, part.file_first, slice(part.first - first, part.first - first + part.count)) for part in parts]
+
+
+def predict(model: FluxTransformer2DModel, batch: Batch, guidance: float, use_text_mask: bool) -> torch.Tensor:
+    """The model's velocity for a batch: [batch, image tokens, 64]."""
+    told = torch.full_like(batch.sigma, guidance) if model.config.guidance_embeds else None
+    attention = None
+    if use_text_mask:
+        image = torch.ones(batch.noisy.shape[:2], dtype=torch.bool, device=batch.noisy.device)
+        attention = {"attention_mask": torch.cat([batch.text_mask, image], dim=1)[:, None, None, :]}
+    with exact_times(model, batch.sigma, told):
+        return model(
+            hidden_states=batch.noisy,
+            encoder_hidden_states=batch.text,
+            pooled_projections=batch.pooled,
+            timestep=batch.sigma,
+            img_ids=batch.image_ids,
+            txt_ids=batch.image_ids.new_zeros((batch.text.shape[1], 3)),
+            guidance=told,
+            joint_attention_kwargs=attention,
+            return_dict=False,
+        )[0]
+
+
+@contextmanager
+def exact_times(model: FluxTransformer2DModel, sigma: torch.Tensor, guidance: torch.Tensor | None) -> Iterator[None]:
+    """Tells the model its times in float32. diffusers casts them to bf16 first, which makes a 750 a 752."""
+
+    def replace_times(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        times = [1000 * value.float() for value in (sigma, guidance) if value is not None]
+        return (*times, arguments[-1])
+
+    handle = model.time_text_embed.register_forward_pre_hook(replace_times)
+    try:
+        yield
+    finally:
+        handle.remove()

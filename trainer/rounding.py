@@ -1,0 +1,46 @@
+"""Stochastic rounding of float32 to bfloat16.
+
+A bf16 weight of 1.0 cannot move by 1e-3: round-to-nearest puts it back for ever. Rounding up with a probability equal to
+the remainder makes small updates arrive on average. The random bits are a hash of (seed, step, tensor, logical index), so
+a shard, on any number of GPUs, rounds exactly as the whole tensor would.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.randomness import hash_keys
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+# The multipliers and shifts of lowbias32, the 32-bit mixer with the least bias found by Wellons' search
+# (https://nullprogram.com/blog/2018/07/31/), here in signed arithmetic, which wraps the same way.
+_MULTIPLY_1, _MULTIPLY_2 = _signed(0x7FEB352D), _signed(0x846CA68B)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MULTIPLY_1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _MULTIPLY_2
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _round(source: torch.Tensor, first: int, key_1: int, key_2: int) -> torch.Tensor:
+    index = torch.arange(source.numel(), dtype=torch.int32, device=source.device).reshape(source.shape) + first
+    bits = _mix(_mix(index ^ key_1) + key_2) & 0xFFFF
+    return ((source.view(torch.int32) + bits) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+# One pass over memory instead of a dozen; compiled once for all shapes. Needs a C compiler, which the image has.
+_round_compiled = torch.compile(_round, dynamic=True)
+
+
+def round_stochastically(source: torch.Tensor, name: str, *, seed: int, step: int, first: int) -> torch.Tensor:
+    """``source`` (float32, contiguous, any shape) in bfloat16; ``first`` is the logical index of its first element.
+
+    A value lands on one of its two bf16 neighbours, on the further with the lesser probability, in steps of 2**-16.
+    """
+    function = _round_compiled if source.device.type == "cuda" else _round
+    return function(source, first, *hash_keys(seed, step, name))

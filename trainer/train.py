@@ -1,0 +1,268 @@
+"""The trainer: ``accelerate launch ... -m trainer.train runs/<name>/run.json``.
+
+Full fine-tuning and LoRA, one process and many, are this one loop. What happened is in ``outcome.json``, which rank 0
+writes last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
+
+from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
+from bootstrap.run_file import RunFile
+from bootstrap.state import State, StateError, read_state
+from trainer.adapter import AdapterError
+from trainer.checkpoint import NonFiniteError, load_adapter, load_optimizer, publish_output, save_state
+from trainer.data import Latents, StepData, TrainingData
+from trainer.flow import loss_sum
+from trainer.make_optimizer import make_optimizer
+from trainer.metrics import Metrics, NonFiniteLossError, StepRecord
+from trainer.model import build_model, predict
+from trainer.optimizer import Optimizer, OptimizerStateError
+from trainer.sample import Sampler
+from trainer.schedule import Schedule, make_schedule
+from trainer.trained import Trained, local, trained_tensors
+from trainer.world import World, join_world
+
+log = logging.getLogger(__name__)
+
+# Seconds between TERM and KILL that a save may take. Platforms give 5 to 30; the launcher gives its workers 30.
+GRACE = 20.0
+
+
+def train(run: RunFile, world: World) -> Outcome:
+    """From the state the run goes on from, or from the start, to the last step or to a signal."""
+    t = Training.set_up(run, world)
+    if t.start == 0 and t.sampler.due(0):
+        t.sampler.draw(0)
+    t.metrics.restart_clock()
+    for step, data in enumerate(t.data.prepared(t.start, t.steps), start=t.start):
+        t.metrics.record(t.take_step(step, data))
+        done = step + 1
+        stop = world.any(world.stop_requested)
+        if done == t.steps or (stop and t.save_fits(GRACE)) or (not stop and done % run.job.save.every == 0):
+            t.save(done)
+        if stop and done < t.steps:
+            return t.stopped(done)
+        if t.sampler.due(done):
+            t.sampler.draw(done)
+            t.metrics.restart_clock()
+    return t.finish()
+
+
+@dataclass
+class Training:
+    """Everything the loop works with."""
+
+    run: RunFile
+    world: World
+    state: State | None
+    data: TrainingData
+    model: FluxTransformer2DModel
+    tensors: list[Trained]
+    optimizer: Optimizer
+    schedule: Schedule
+    metrics: Metrics
+    sampler: Sampler
+    start: int  # updates done before this process began
+    last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
+
+    @property
+    def steps(self) -> int:
+        return self.run.plan.steps
+
+    @classmethod
+    def set_up(cls, run: RunFile, world: World) -> Training:
+        """In the order in which things need each other."""
+        job, plan, weights = run.job, run.plan, run.weights
+        state = read_state(run.resume) if run.resume else None
+        data = TrainingData(run, run.read_items(), latents_of(weights.vae), world.rank)
+        if state and job.method == "full":
+            model = build_model(job, plan, weights.shape, [state.model], "bfl", world)
+        else:
+            model = build_model(job, plan, weights.shape, weights.transformer, weights.layout, world)
+        return cls.assemble(run, world, model, data, state)
+
+    @classmethod
+    def assemble(
+        cls, run: RunFile, world: World, model: FluxTransformer2DModel, data: TrainingData, state: State | None
+    ) -> Training:
+        """From a model that is ready to train: its optimizer, and what a state brings back."""
+        job, plan = run.job, run.plan
+        model.train()
+        tensors = trained_tensors(model, world.rank, world.size)
+        optimizer = make_optimizer(tensors, job, plan, world)
+        if state:
+            if job.lora:
+                load_adapter(state, tensors, job.lora.rank)
+            load_optimizer(state, optimizer)
+        start = state.step if state else 0
+        schedule = make_schedule(job, plan.steps)
+        sampler = Sampler(run, model, world)
+        training = cls(
+            run, world, state, data, model, tensors, optimizer, schedule, Metrics(run.folder, start, world), sampler, start
+        )
+        if plan.optimizer_in_backward:
+            training.step_in_backward()
+        return training
+
+    def step_in_backward(self) -> None:
+        """Lets backward update each tensor as soon as its gradient is there (under FSDP2: reduced), and drop it."""
+        for tensor in self.tensors:
+
+            def use(_: torch.Tensor, tensor: Trained = tensor) -> None:
+                if self.last_pass:
+                    on_default_stream(lambda: self.optimizer.update(tensor), self.world.device)
+
+            tensor.parameter.register_post_accumulate_grad_hook(use)
+
+    def take_step(self, step: int, data: StepData) -> StepRecord:
+        """One optimizer update from this process's passes; the loss is the mean over all the step's images."""
+        job, world = self.run.job, self.world
+        learning_rate = job.learning_rate * self.schedule(step)
+        self.optimizer.begin_step(step, learning_rate)
+        total = torch.zeros((), device=world.device)
+        for number, batch in enumerate(data.batches, start=1):
+            self.last_pass = number == len(data.batches)
+            batch = batch.to(world.device)
+            prediction = predict(self.model, batch, job.guidance, job.t5_mask)
+            loss = loss_sum(prediction, batch.target, batch.weights) / data.images
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        if not self.tensors[0].sharded and world.size > 1:
+            sum_gradients(self.tensors)
+        norm = clip_gradients(self.tensors, job.max_grad_norm) if job.max_grad_norm else None
+        self.optimizer.finish_step()
+        return StepRecord(step + 1, total, norm, learning_rate, data.images)
+
+    def save_fits(self, seconds: float) -> bool:
+        """Whether a save takes less than that, by the last one's measure; an unmeasured one is taken to be too long
+        where a state is larger than what a volume of 100 MB/s takes."""
+        if self.state:
+            return self.state.manifest.seconds < seconds
+        return self.run.plan.state_bytes < seconds * 100e6
+
+    def save(self, step: int) -> None:
+        """Publishes a state. A disk that does not take it is told; only the last save of a run must succeed."""
+        self.metrics.flush()
+        begun = time.monotonic()
+        try:
+            job = self.run.job
+            metadata = {"modelspec.title": job.name, "fluxpod.base": job.base, "fluxpod.step": str(step)}
+            self.state = save_state(self.run, self.world, step, self.tensors, self.optimizer, metadata)
+            log.info("saved the state of step %d in %.1f s", step, time.monotonic() - begun)
+        except (OSError, RuntimeError) as error:
+            if step == self.steps:
+                raise
+            log.error("the state of step %d was NOT saved: %s. The older ones stand; training goes on.", step, error)
+        self.metrics.restart_clock()
+
+    def stopped(self, step: int) -> Outcome:
+        self.metrics.flush()
+        self.metrics.close()
+        saved = self.state.step if self.state else 0
+        return Outcome(STOPPED, f"stopped by a signal after step {step}; the newest state is of step {saved}", saved)
+
+    def finish(self) -> Outcome:
+        """The output from the last state."""
+        assert self.state is not None
+        if self.world.leads:
+            publish_output(self.state, self.run.folder.output / f"{self.run.job.name}.safetensors")
+        self.metrics.flush()
+        self.metrics.close()
+        return Outcome(DONE, f"all {self.steps} steps are done", self.steps)
+
+
+def on_default_stream(work: Callable[[], None], device: torch.device) -> None:
+    """Runs ``work`` on the default stream: bitsandbytes' optimizer kernels know no other, and FSDP2's hooks run on the
+    stream of its reduce-scatters."""
+    if device.type != "cuda":
+        work()
+        return
+    here, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    if here == default:
+        work()
+        return
+    default.wait_stream(here)
+    with torch.cuda.stream(default):
+        work()
+    here.wait_stream(default)
+
+
+@torch.no_grad()
+def sum_gradients(tensors: list[Trained]) -> None:
+    """Sums the gradients of replicas, as one flat buffer in one message."""
+    gradients = [local(t.parameter.grad) for t in tensors if t.parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+@torch.no_grad()
+def clip_gradients(tensors: list[Trained], most: float) -> torch.Tensor:
+    """Shortens the whole gradient to at most ``most``; gives its length before. Nothing waits for the GPU."""
+    gradients = [local(t.parameter.grad) for t in tensors if t.parameter.grad is not None]
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
+    if tensors[0].sharded:
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
+    torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def latents_of(vae: Path) -> Latents:
+    config = json.loads((vae / "config.json").read_text(encoding="utf-8"))
+    return Latents(shift=config["shift_factor"], scale=config["scaling_factor"])
+
+
+def failure(error: BaseException, step: int) -> Outcome:
+    """What an error means: whose it is, and what to do."""
+    text = f"{error}"
+    if isinstance(error, (AdapterError, OptimizerStateError, StateError)):
+        return Outcome(JOB_WRONG, text, step)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        ways = "lower plan.images_per_pass, set plan.checkpointing: true, or take a Paged optimizer"
+        return Outcome(POD_WRONG, f"out of GPU memory: {ways}. ({text})", step)
+    if isinstance(error, (NonFiniteLossError, NonFiniteError)):
+        return Outcome(CRASH, f"{text}; the newest state stands. A lower learning_rate usually helps.", step)
+    return Outcome(CRASH, f"{type(error).__name__}: {text}", step)
+
+
+def main(run_file: Path) -> int:
+    run = RunFile.read(run_file)
+    rank = int(os.environ.get("RANK", "0"))
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    try:
+        with join_world(run) as world:
+            outcome = train(run, world)
+            if world.leads:
+                outcome.write(run.folder.outcome)
+        return outcome.code
+    except Exception as error:
+        # Not a clean-up: the other processes may wait in a collective that this one will never enter. The launcher
+        # ends them when it sees this one go.
+        traceback.print_exc()
+        if rank == 0:
+            failure(error, 0).write(run.folder.outcome)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,73 @@
+"""The tensors that are trained, as the optimizer and the states see them: plain local tensors that know their place.
+
+Under FSDP2 a parameter is a DTensor of which this process holds some rows; alone it holds all. Everything that must not
+depend on the number of GPUs (8-bit or not, rounding, the bytes of a state) asks the *logical* tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    name: str  # as diffusers or peft names it
+    parameter: nn.Parameter
+    shape: tuple[int, ...]  # of the logical tensor
+    first_row: int  # of the rows held here
+    sharded: bool
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rows held here, sharing the parameter's memory."""
+        return local(self.parameter)
+
+    @property
+    def row_size(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def first_index(self) -> int:
+        """The logical index of this process's first element."""
+        return self.first_row * self.row_size
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient of the rows held here, in float32, and none afterwards."""
+        gradient = self.parameter.grad
+        self.parameter.grad = None
+        return None if gradient is None else local(gradient).float().contiguous()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def held_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row and number of rows of rank ``rank``: FSDP2 cuts dimension 0 in chunks of ceil(rows / size)."""
+    chunk = math.ceil(rows / size)
+    first = min(rank * chunk, rows)
+    return first, min(chunk, rows - first)
+
+
+def trained_tensors(model: nn.Module, rank: int, size: int) -> list[Trained]:
+    """Every parameter that wants a gradient, in the model's order."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            sharded = isinstance(parameter, DTensor)
+            first, count = held_rows(parameter.shape[0], rank, size) if sharded else (0, parameter.shape[0])
+            tensor = Trained(plain_name(name), parameter, tuple(parameter.shape), first, sharded)
+            assert tensor.weight.shape[0] == count, (name, tensor.weight.shape, first, count)
+            found.append(tensor)
+    return found
+
+
+def plain_name(name: str) -> str:
+    """Without what torch.compile puts into the names of compiled modules."""
+    return name.replace("_orig_mod.", "")

@@ -1,0 +1,116 @@
+"""The processes that train together: who this one is, and how they agree on anything that is not a gradient.
+
+Gradients go through the default group (NCCL on GPUs, gloo on CPUs). Everything else, stop flags, save verdicts, errors,
+goes through a second group on the CPU with its own time limits, so that a slow save never looks like a lost GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from bootstrap.processes import record_process
+from bootstrap.run_file import RunFile
+
+T = TypeVar("T")
+
+# A collective of gradients waits at most this long: longer than a compile of every block on a slow host (about 5 min).
+STEP_LIMIT = timedelta(minutes=20)
+# A control message waits this long: longer than a full state on a volume of 50 MB/s (45 GiB in 15 min).
+CONTROL_LIMIT = timedelta(minutes=60)
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    stop_requested: bool = field(default=False, init=False)
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 decides, writes and speaks; all follow."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank. Every rank must call it."""
+        value = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(value.item())
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_lead(self, value: T | None) -> T:
+        """Rank 0's value, on every rank."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raises on every rank when ``error`` is set on any: nobody goes on alone, nobody waits for ever."""
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        told = [f"process {rank}: {text}" for rank, text in enumerate(errors) if text]
+        if error is not None:
+            raise error
+        if told:
+            raise RuntimeError("; ".join(told))
+
+    def meet(self) -> None:
+        dist.monitored_barrier(group=self.control, timeout=CONTROL_LIMIT)
+
+
+@contextmanager
+def join_world(run: RunFile) -> Iterator[World]:
+    """Joins the group that the launcher started, and leaves it in order.
+
+    Raises RuntimeError where the launcher started another number of processes than planned (a launcher that starts one
+    instead of two trains without a word, at half the speed).
+    """
+    on_cpu = run.plan.device == "cpu"
+    state = PartialState(cpu=on_cpu, timeout=STEP_LIMIT)
+    rank, size = state.process_index, state.num_processes
+    record_process(run.folder.processes, f"trainer-{rank}")
+    if size != run.plan.processes:
+        raise RuntimeError(f"the plan asks for {run.plan.processes} processes, the launcher started {size}")
+    if on_cpu:
+        torch.set_num_threads(run.plan.threads)
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    world = World(rank, size, device, dist.new_group(backend="gloo", timeout=CONTROL_LIMIT))
+    answer_signals(world)
+    try:
+        yield world
+        world.meet()
+        # The launcher sends TERM to the others as soon as one leaves; all are done here, so it must not matter.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def answer_signals(world: World) -> None:
+    """TERM or INT asks the loop to stop at the end of its step; a second one leaves at once."""
+
+    def asked(number: int, _frame: object) -> None:
+        if world.stop_requested:
+            os._exit(128 + number)
+        world.stop_requested = True
+
+    signal.signal(signal.SIGTERM, asked)
+    signal.signal(signal.SIGINT, asked)
