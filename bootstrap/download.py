@@ -107,13 +107,20 @@ def fetch_repo(
             if not (missing := manifest.missing(folder)):
                 return found
             progress(f"{repo}: {len(missing)} files are no longer whole on the volume: {', '.join(missing)}")
-            folder.rename(folder.with_name(f".{folder.name}.part"))
+            folder.rename(part := _part(folder))
         try:
             commit = _fetch_with_patience(repo, revision, home, hub.clean_token(token), progress, patience)
-        except AccessError as error:
+        except (AccessError, PodError) as error:
+            if found and part.is_dir() and not folder.exists():
+                part.rename(folder)  # so that the next start names what is missing as well
             lost = f" Missing on the volume: {', '.join(missing)}." if missing else ""
-            raise AccessError(f"{error}{lost}") from None
+            raise type(error)(f"{error}{lost}") from None
         return home / commit, _read_published(home / commit)
+
+
+def _part(folder: Path) -> Path:
+    """What the folder of a commit is called until it is whole."""
+    return folder.with_name(f".{folder.name}.part")
 
 
 def _read_published(folder: Path) -> Manifest:
@@ -283,9 +290,12 @@ def transfer(repo: str, revision: str, home: Path, token: str | None, say: Calla
         Manifest(repo, commit, known, manifest.files).write(folder)
         if not manifest.missing(folder):
             return commit
-        folder.rename(home / f".{commit}.part")
-    part = home / f".{commit}.part"
+        folder.rename(_part(folder))
+    part = _part(folder)
     part.mkdir(exist_ok=True)
+    for other in home.glob(".*.part"):  # begun when the revision was another commit: up to 34 GB that nobody wants
+        if other != part:
+            shutil.rmtree(other)
     for orphan in (part / ".cache").rglob("*.incomplete"):  # no later process goes on with them
         orphan.unlink(missing_ok=True)
     _need_space(repo, part, files)

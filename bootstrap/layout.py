@@ -1,9 +1,9 @@
 """Where each tensor of diffusers' FLUX model lies in the single-file layout of Black Forest Labs, which ComfyUI loads.
 
 The two layouts hold the same numbers under other names. The BFL file fuses q, k and v (and, in single blocks, the
-feed-forward's input) into one matrix by rows, and has the last modulation's scale and shift in the other order. So every
-run of rows of a diffusers tensor is a run of rows of one BFL tensor: a rank that holds some rows can write, or read, just
-those bytes of the file.
+feed-forward's input) into one matrix by rows, and has the last modulation's scale and shift in the other order. So
+every run of rows of a diffusers tensor is a run of rows of one BFL tensor: a rank that holds some rows can write, or
+read, just those bytes of the file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ _SINGLE = {
     "attn.norm_k": "norm.key_norm",
     "proj_out": "linear2",
 }
-_SINGLE_FUSED = {"attn.to_q": ("linear1", 0), "attn.to_k": ("linear1", 1), "attn.to_v": ("linear1", 2), "proj_mlp": ("linear1", 3)}
+_SINGLE_FUSED = {
+    "attn.to_q": ("linear1", 0),
+    "attn.to_k": ("linear1", 1),
+    "attn.to_v": ("linear1", 2),
+    "proj_mlp": ("linear1", 3),
+}
 _TOP = {"context_embedder": "txt_in", "x_embedder": "img_in", "proj_out": "final_layer.linear"}
 _BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 
@@ -114,7 +119,7 @@ def bfl_tensors(shape: FluxShape) -> dict[str, tuple[int, ...]]:
 
 
 def shape_of_bfl(tensors: dict[str, tuple[int, ...]]) -> FluxShape:
-    """The dimensions of a BFL file, told from its tensors' shapes alone. Raises KeyError where a needed one is absent."""
+    """The dimensions of a BFL file, told from its tensors' shapes. Raises KeyError where a needed one is absent."""
 
     def count(kind: str) -> int:
         return len({name.split(".")[1] for name in tensors if name.startswith(f"{kind}_blocks.")})

@@ -39,4 +39,7 @@ class Outcome:
     @classmethod
     def read(cls, path: Path) -> Outcome | None:
         value = read_json(path)
-        return cls(**value) if isinstance(value, dict) else None
+        try:
+            return cls(**value) if isinstance(value, dict) else None
+        except TypeError:  # another program's, or another version's
+            return None

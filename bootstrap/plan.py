@@ -1,7 +1,7 @@
 """How a job runs on a pod: which GPUs, how the images of a step are split, what is kept where, and why.
 
-``make_plan`` is pure: the same job, pod, base and data give the same plan, and no GPU is needed to ask. Of all ways
-that fit the memory it takes the one with the shortest estimated step; what a job's ``plan:`` says is not up for choice.
+``make_plan`` is pure: the same job, pod, base and data give the same plan, and no GPU is needed to ask. What a job's
+``plan:`` says is not up for choice; of the ways left it takes the one that ``ways.py`` finds best.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bootstrap.ways import (
     cpu_way,
     fastest,
     host_memory,
+    peak_of,
     refuse_contradictions,
     slowest,
     split_images,
@@ -88,8 +89,8 @@ class Prediction:
 
 def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
     """Raises PodError where this pod cannot run the job, JobError where an override of the job cannot be."""
-    refuse_contradictions(job)
-    work = estimate.work_of(job, base, image_sizes(job, data))
+    refuse_contradictions(job, base)
+    work = replace(estimate.work_of(job, base, image_sizes(job, data)), mixed_buckets=mixed_buckets(job, data))
     if pod.gpus or base.parameters() >= CPU_PARAMETERS:
         gpus, why = choose_gpus(job, pod)
         way = choose_way(job, pod, work, gpus)
@@ -99,6 +100,9 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         way = cpu_way(job)
         device = Choice("device", "CPU", f"no GPU here; {work.weights / 1e6:.1f} M parameters need none")
     split = split_images(job.images_per_step, way.processes)
+    warnings = _warn_mixed(work, way, gpus)
+    if warnings:
+        work = replace(work, mixed_buckets=0)
     steps, per_epoch, length_reason = run_length(job, data)
     disk, disk_reason = disk_needed(job, work, steps)
     threads = max(1, pod.cpus // way.processes)
@@ -108,7 +112,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         device,
         *explain(job, pod, work, gpus, way, split),
         Choice("memory", _of(memory.peak, gpus), f"GiB: {memory}"),
-        Choice("CPU", f"{threads} threads, {workers} loaders each", workers_reason),
+        Choice("CPU", f"threads {threads}, loaders {workers}", workers_reason),
         Choice("length", f"{steps} steps", length_reason),
         Choice("disk", decimal(disk), disk_reason),
     )
@@ -135,7 +139,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         choices=choices,
         warnings=(),
     )
-    warnings = [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
+    warnings += [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
     warnings += _warn_scaling(job, pod, work, gpus, way)
     return replace(plan, choices=(*choices, *_times(job, pod, base, data, plan)), warnings=tuple(warnings))
 
@@ -175,6 +179,12 @@ def image_sizes(job: Job, data: DataSummary) -> list[tuple[int, int, float]]:
     return [(side, side, float(count)) for side, count in Counter(sides).items()]
 
 
+def mixed_buckets(job: Job, data: DataSummary) -> int:
+    """Most buckets that one step may hold: what is left of buckets after their whole steps is joined to mixed ones."""
+    odd = sum(items % job.images_per_step > 0 for _, _, items in data.buckets)
+    return min(odd, job.images_per_step)
+
+
 def run_length(job: Job, data: DataSummary) -> tuple[int, int, str]:
     """Steps in all, steps per epoch, and the reason in words.
 
@@ -202,7 +212,7 @@ def disk_needed(job: Job, work: Work, steps: int) -> tuple[int, str]:
     total = most_weights * work.weights_file + most_optimizers * work.optimizer
     return total, (
         f"at most {most_weights} x weights of {decimal(work.weights_file)} and {most_optimizers} x optimizer of "
-        f"{decimal(work.optimizer)}, the one being written included; {saves} saves in all"
+        f"{decimal(work.optimizer)}, the one being written included; saves: {saves}"
     )
 
 
@@ -284,6 +294,20 @@ def _warn_data(job: Job, data: DataSummary, plan: Plan) -> list[str]:
             f"for {plan.processes} processes, so that {idle:.0%} of the paid time is idle."
         )
     return warnings
+
+
+def _warn_mixed(work: Work, way: Arrangement, gpus: tuple[Gpu, ...]) -> list[str]:
+    """Steps of several buckets take several passes, and between those all gradients are kept."""
+    if not gpus or work.mixed_buckets <= way.processes:
+        return []
+    peak, plain = peak_of(work, way), peak_of(replace(work, mixed_buckets=0), way)
+    if peak == plain or peak <= usable_memory(gpus):
+        return []
+    return [
+        f"Some steps hold pictures of up to {work.mixed_buckets} sizes and take several passes, which need "
+        f"{in_gib(peak)} of the {in_gib(usable_memory(gpus))}: they may run out of memory. Use {work.mixed_buckets} "
+        "GPUs, a larger bucket_step (fewer sizes), or crop the pictures to one size."
+    ]
 
 
 def _warn_gpus(pod: Pod, gpus: tuple[Gpu, ...]) -> list[str]:

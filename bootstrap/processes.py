@@ -1,7 +1,7 @@
 """Our own processes, recorded by pid and start time, so that what a SIGKILL left running can be found and ended.
 
-Workers live in sessions of their own and outlive a killed launcher. A pid alone may belong to someone else by now; with its
-start time it is the same process or none.
+Workers live in sessions of their own and outlive a killed launcher. A pid alone may belong to someone else by now; with
+its start time it is the same process or none.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def record_process(folder: Path, role: str) -> None:
-    """Notes this process in ``folder`` under its role."""
-    pid = os.getpid()
-    write_json(folder / f"{role}.json", {"pid": pid, "started": start_time(pid), "boot": boot_id(), "pid_space": pid_space()})
+def record_process(folder: Path, role: str, pid: int | None = None) -> None:
+    """Notes a process, this one by default, in ``folder`` under its role."""
+    pid = os.getpid() if pid is None else pid
+    write_json(
+        folder / f"{role}.json", {"pid": pid, "started": start_time(pid), "boot": boot_id(), "pid_space": pid_space()}
+    )
 
 
 def pid_space() -> str:
@@ -45,7 +47,9 @@ def living(folder: Path) -> dict[str, int]:
     """The recorded processes that still run here: role to pid."""
     found = {}
     for file in sorted(folder.glob("*.json")):
-        record = read_json(file) or {}
+        record = read_json(file)
+        if not isinstance(record, dict):
+            continue
         here = record.get("boot") == boot_id() and record.get("pid_space") == pid_space()
         if here and record.get("started") is not None and start_time(record["pid"]) == record["started"]:
             found[file.stem] = int(record["pid"])
@@ -53,9 +57,9 @@ def living(folder: Path) -> dict[str, int]:
 
 
 def reap(folder: Path) -> dict[str, int]:
-    """Kills the recorded processes that still run, waits until they are gone, forgets all records; gives who was killed.
+    """Kills the recorded processes that still run, waits until they are gone and forgets all records.
 
-    Raises TimeoutError where one does not go within KILL_LIMIT.
+    Gives who was killed. Raises TimeoutError where one does not go within KILL_LIMIT.
     """
     victims = living(folder)
     for pid in victims.values():

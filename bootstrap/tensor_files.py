@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """What lies where in ``path``. Raises TensorFileError where the file is cut, longer than it says, or another kind."""
+    """What lies where in ``path``. Raises TensorFileError where it is cut, longer than it says, or another kind."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -72,11 +73,8 @@ def read_header(path: Path) -> Header:
         try:
             table = json.loads(file.read(length))
             metadata = table.pop("__metadata__", {})
-            tensors = {
-                name: TensorEntry(DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-                for name, entry in table.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            tensors = {name: _entry(entry, 8 + length) for name, entry in table.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise TensorFileError(f"{path} has a damaged safetensors header ({error!r})") from error
     end = max((entry.offset + entry.bytes for entry in tensors.values()), default=8 + length)
     if end != size:
@@ -84,8 +82,19 @@ def read_header(path: Path) -> Header:
     return Header(tensors, metadata, size)
 
 
-def make_header(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """The first bytes of a file of these tensors, in this order, and where each will lie. Data begins 8-byte aligned."""
+def _entry(entry: Mapping[str, Any], start: int) -> TensorEntry:
+    """One tensor of a header whose data begins at byte ``start``. Raises ValueError where shape and bytes disagree."""
+    begin, end = entry["data_offsets"]
+    found = TensorEntry(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
+    if begin < 0 or end - begin != found.bytes or any(size < 0 for size in found.shape):
+        raise ValueError(f"a tensor of shape {list(found.shape)} in bytes {begin} to {end}")
+    return found
+
+
+def make_header(
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, Header]:
+    """The first bytes of a file of these tensors, in this order, and where each will lie. Data is 8-byte aligned."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, (dtype, shape) in shapes.items():
@@ -106,7 +115,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it, not copied."""
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> None:
@@ -144,6 +153,7 @@ class TensorReader:
             read_into(self._descriptor, bytes_of(tensor.reshape(1)), entry.offset)
             return tensor
         stop = entry.shape[0] if stop is None else stop
+        assert 0 <= start <= stop <= entry.shape[0], (name, start, stop, entry.shape)
         tensor = torch.empty((stop - start, *entry.shape[1:]), dtype=entry.dtype)
         if tensor.numel():
             read_into(self._descriptor, bytes_of(tensor), entry.offset + start * entry.row_bytes)

@@ -120,7 +120,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes a rename inside ``folder`` survive a power cut. Some network file systems refuse to: they order it anyway."""
+    """Makes a rename inside ``folder`` survive a power cut. Some network file systems refuse: they order it anyway."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +131,8 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(path, text.encode("utf-8", "backslashreplace"))  # a file name need not be UTF-8; JSON has escapes
 
 
 def read_json(path: Path) -> Any | None:

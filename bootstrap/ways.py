@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from bootstrap import estimate
 from bootstrap.estimate import GIB, USABLE, Arrangement, Work, in_gib
+from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GpuModel, find_gpu, has_bf16
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
@@ -21,6 +22,7 @@ from jobs.schema import Job
 
 OLDEST_DRIVER = 580  # CUDA 13, which the image is built for
 ACCUMULATION_COST = 1.05  # several passes must be this much faster than one: bf16 sums of gradients lose digits
+ANY_MEMORY = 1 << 60
 UNKNOWN_GPU = GpuModel("", "", 0, 100, 800, (8, 0))  # only to compare ways on a card that the table lacks
 
 
@@ -33,8 +35,8 @@ def split_images(images: int, processes: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------- what cannot be
 
 
-def refuse_contradictions(job: Job) -> None:
-    """Overrides that no pod can follow."""
+def refuse_contradictions(job: Job, base: FluxShape) -> None:
+    """JobError with all that no pod can follow: overrides that contradict the job, patterns that match no layer."""
     wish = job.plan
     lora = job.method == "lora"
     problems: list[Problem] = []
@@ -64,6 +66,12 @@ def refuse_contradictions(job: Job) -> None:
     if wish.processes and wish.processes > 1 and not lora and needs_whole_model(job.optimizer):
         message = f"{job.optimizer} finds one rate from all weights of a full model, so it runs in one process"
         refuse("processes", message, "Write 1, leave the key out, or take AdamW8bit")
+    patterns = job.lora.targets if job.lora and isinstance(job.lora.targets, tuple) else ()
+    for pattern in patterns:
+        if not estimate.adapter_layers(base, (pattern,)):
+            some = next(iter(estimate.adapter_layers(base, "attention")))
+            message = f"no layer of this base is called {pattern!r}"
+            problems.append(Problem(message, f"Layers are called like {some}; '*' stands for anything", "lora.targets"))
     if problems:
         raise JobError(problems)
 
@@ -155,24 +163,24 @@ def choose_way(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...]) -> Arrange
     """The fastest way that fits; errors with figures where none does."""
     room = usable_memory(gpus)
     best = fastest(job, pod, work, slowest(gpus), len(gpus), room)
+    if best is None and work.mixed_buckets:  # rather run out of memory in a few odd steps (warned of) than not at all
+        work = replace(work, mixed_buckets=0)
+        best = fastest(job, pod, work, slowest(gpus), len(gpus), room)
     if best is None and _overridden(job):  # an override may use what is kept back for fragmentation
         best = fastest(job, pod, work, slowest(gpus), len(gpus), min(gpu.memory for gpu in gpus))
     if best is not None:
         return best
     free = _changed(job, plan=type(job.plan)(processes=job.plan.processes))
     if _overridden(job) and (other := fastest(free, pod, work, slowest(gpus), len(gpus), room)):
-        least = min(peak_of(work, way) for way in _ways(job, pod, work, len(gpus)))
+        least = peak_of(work, _least(job, pod, work, len(gpus)))
         keys = ", ".join(_overridden(job))
         message = f"with {keys} the job needs {in_gib(least)} on each GPU, which has {in_gib(room)} to use"
-        raise JobError(
-            [
-                Problem(
-                    message,
-                    f"Leave it out: the plan's own choice fits in {in_gib(peak_of(work, other))}",
-                    f"plan.{keys}",
-                )
-            ]
-        )
+        if least <= room:
+            message = (
+                f"with {keys} the job needs {in_gib(host_memory(work, len(gpus), True))} of RAM, more than there is"
+            )
+        remedy = f"Leave it out: the plan's own choice fits in {in_gib(peak_of(work, other))}"
+        raise JobError([Problem(message, remedy, f"plan.{keys}")])
     raise PodError(_why_not(job, pod, work, gpus, room))
 
 
@@ -226,12 +234,12 @@ def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> tuple[bool,
     """Whether the optimizer's states may lie on the host: False, True or both."""
     if job.method == "lora" or needs_whole_model(job.optimizer):
         return (False,)
-    if job.optimizer.startswith("Paged"):
-        return (True,)
-    if job.plan.optimizer_states is not None:
-        return (job.plan.optimizer_states == "host",)
-    worth_it = work.optimizer > GIB and host_memory(work, processes, True) <= pod.memory
-    return (False, True) if worth_it else (False,)
+    host = (True,) if host_memory(work, processes, True) <= pod.memory else ()
+    if job.optimizer.startswith("Paged") or job.plan.optimizer_states == "host":
+        return host
+    if job.plan.optimizer_states == "device" or work.optimizer < GIB:
+        return (False,)
+    return (False, *host)
 
 
 def host_memory(work: Work, processes: int, states: bool) -> int:
@@ -249,7 +257,7 @@ def usable_memory(gpus: tuple[Gpu, ...]) -> int:
 
 def _why_not(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], room: int) -> str:
     """Why no way fits, with figures, and what would."""
-    least = min(_ways(job, pod, work, len(gpus)), key=lambda way: peak_of(work, way))
+    least = _least(job, pod, work, len(gpus))
     memory = estimate.memory_per_gpu(work, least)
     cards = f"{len(gpus)} x {gpus[0].name}" if len(gpus) > 1 else gpus[0].name
     what = "Full fine-tuning" if job.method == "full" else "This LoRA"
@@ -257,15 +265,21 @@ def _why_not(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], room: int) -
         f"{what} needs at least {in_gib(memory.peak)} on each GPU (GiB: {memory}); {cards} has {in_gib(room)} to use."
     )
     cures = [f"a GPU of {math.ceil(memory.peak / USABLE / GIB)} GB or more"]
-    rich = replace(pod, memory=1 << 60)
-    if _fits(job, rich, work, len(gpus), room):
-        told += (
-            f" With the optimizer's {in_gib(work.optimizer)} on the host it would fit, but that has "
-            f"{in_gib(pod.memory)} of RAM, and {in_gib(host_memory(work, len(gpus), True))} are needed."
+    if _fits(job, replace(pod, memory=ANY_MEMORY), work, len(gpus), room):  # RAM is all that lacks
+        ram = (
+            f"With the optimizer's {in_gib(work.optimizer)} on the host this pod needs "
+            f"{in_gib(host_memory(work, len(gpus), True))} of RAM; it has {in_gib(pod.memory)}."
         )
-        cures.append("a pod with more RAM")
+        told = ram if least.states_on_host else f"{told} {ram}"
+        cures = ["a pod with more RAM"] if least.states_on_host else [*cures, "a pod with more RAM"]
     cures += _cures(job, pod, work, len(gpus), room)
     return f"{told} Choose {', or '.join(cures)}."
+
+
+def _least(job: Job, pod: Pod, work: Work, processes: int) -> Arrangement:
+    """The way that needs the least memory of a GPU; one that lacks RAM only where all do."""
+    ways = list(_ways(job, pod, work, processes)) or _ways(job, replace(pod, memory=ANY_MEMORY), work, processes)
+    return min(ways, key=lambda way: peak_of(work, way))
 
 
 def _cures(job: Job, pod: Pod, work: Work, processes: int, room: int) -> list[str]:

@@ -105,7 +105,7 @@ def _data(job: Job, volume: Volume) -> tuple[DataSummary, tuple[Problem, ...]]:
     except JobError as error:
         return UNKNOWN_DATA, error.problems
     for note in dataset.notes:
-        print(f"data: {note}")
+        print(textwrap.fill(f"data: {note}", WIDTH, subsequent_indent="  "))
     return dataset.summary(), ()
 
 
@@ -209,8 +209,8 @@ def _compare(job: Job, named: tuple[NamedPod, ...], base: FluxShape, data: DataS
         print()
     print(render_rows(rows))
     print(
-        f"Assumed for each GPU: {CPUS_PER_GPU} CPUs, {RAM_PER_GPU / 1e9:.0f} GB of RAM (or the card's own memory, if more)."
-        "\nTime and cost are estimates from the card's figures on paper; downloads come on top."
+        f"Assumed for each GPU: {CPUS_PER_GPU} CPUs, {RAM_PER_GPU / 1e9:.0f} GB of RAM or, if more, its own memory.\n"
+        "Time and cost are estimates from the card's figures on paper; downloads come on top."
     )
     return DONE if any(row.plan for row in rows) else POD_WRONG
 

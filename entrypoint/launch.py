@@ -93,8 +93,8 @@ def run_children(
 ) -> list[int]:
     """Runs the commands side by side, their output in the run's log; gives their exit statuses (negative: by signal).
 
-    ``look`` is called several times a second. Once ``stop`` is requested every child gets TERM, and what is left of them
-    after LAUNCHER_LIMIT is killed; nothing of ours runs on afterwards.
+    ``look`` is called several times a second. Once ``stop`` is requested every child gets TERM, and what is left of
+    them after LAUNCHER_LIMIT is killed; nothing of ours runs on afterwards.
     """
     folder = run.folder
     record_process(folder.processes, "entrypoint")

@@ -15,7 +15,7 @@ LOOK_EVERY = 2.0  # seconds between two looks at the jobs folder
 
 
 def watch(volume: Volume) -> int:
-    """Runs what is dropped into ``jobs/`` until a signal comes. A job that ended is taken again when its file changes."""
+    """Runs what is dropped into ``jobs/`` until a signal comes. One that ended is taken again when its file changes."""
     stop = Stop()
     stop.on_signals()
     volume.create()
@@ -39,7 +39,9 @@ def watch(volume: Volume) -> int:
 
 
 def waiting_jobs(volume: Volume, ended: dict[Path, str]) -> list[Path]:
-    files = sorted(p for p in volume.jobs.glob("*.y*ml") if p.suffix in (".yaml", ".yml") and not p.name.startswith("."))
+    files = sorted(
+        p for p in volume.jobs.glob("*.y*ml") if p.suffix in (".yaml", ".yml") and not p.name.startswith(".")
+    )
     return [file for file in files if ended.get(file) != fingerprint(file)]
 
 

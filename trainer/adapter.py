@@ -1,8 +1,8 @@
 """LoRA by peft: which layers get an adapter, how it starts, and its tensors in the layout that ComfyUI and Forge load.
 
-That layout (kohya's) has BFL's module names. Where BFL fuses matrices that diffusers, and so the adapter, keeps apart, the
-adapters become one: their down matrices stacked, their up matrices on the diagonal of a larger one, alpha times as many as
-there are. The product is the same number for number, and the parts can be cut out again.
+That layout (kohya's) has BFL's module names. Where BFL fuses matrices that diffusers, and so the adapter, keeps apart,
+the adapters become one: their down matrices stacked, their up matrices on the diagonal of a larger one, alpha times as
+many as there are. The product is the same number for number, and the parts can be cut out again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def target_modules(linear: Sequence[str], targets: str | Sequence[str]) -> list[
         return [name for name in linear if _ATTENTION.fullmatch(name) or _FEED_FORWARD.fullmatch(name)]
     unmatched = [pattern for pattern in targets if not any(fnmatchcase(name, pattern) for name in linear)]
     if unmatched:
-        raise AdapterError(f"lora.targets: no layer is called {', '.join(unmatched)}; layers are called like {linear[8]}")
+        raise AdapterError(
+            f"lora.targets: no layer is called {', '.join(unmatched)}; layers are called like {linear[8]}"
+        )
     return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]
 
 
@@ -77,7 +79,7 @@ def to_kohya(weights: Mapping[str, torch.Tensor], alpha: float) -> dict[str, tor
     tensors = {}
     for bfl_name, parts in sorted(fused.items()):
         key = f"lora_unet_{bfl_name.replace('.', '_')}"
-        downs, ups = zip(*(parts[part] for part in sorted(parts)), strict=True)
+        downs = [parts[part][0] for part in sorted(parts)]
         rows = _fused_rows(bfl_name, parts)
         up = downs[0].new_zeros((sum(rows.values()), sum(d.shape[0] for d in downs)))
         column = 0
@@ -125,7 +127,7 @@ def _swap_modulation(bfl_name: str, up: torch.Tensor) -> torch.Tensor:
 
 
 def _units(bfl_name: str) -> int:
-    """How many times the model's width a fused matrix has rows: q k v, and in single blocks 4 more; 1 where not fused."""
+    """A fused matrix's rows in widths of the model: q k v, and in single blocks 4 more; 1 where not fused."""
     if bfl_name.endswith(".qkv"):
         return 3
     return 7 if bfl_name.endswith(".linear1") else 1

@@ -23,8 +23,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class Blockwise(Optimizer):
     """Two states per weight (Adam) or one (Lion); always rows, as the weights are.
 
-    A state is 8-bit where the *logical* tensor is a matrix whose rows are whole blocks of 256, so that no block straddles
-    two processes, and float32 elsewhere. bitsandbytes' own rule looks at the local size and would change with the GPU count.
+    A state is 8-bit where the *logical* tensor is a matrix whose rows are whole blocks of 256, so that no block
+    straddles two processes, and float32 elsewhere. bitsandbytes' own rule looks at the local size and would change with
+    the GPU count.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Blockwise(Optimizer):
         self.betas = tuple(float(beta) for beta in arguments.pop("betas"))
         self.eps, self.weight_decay = float(arguments.pop("eps")), float(arguments.pop("weight_decay"))
         if arguments:
-            raise ValueError(f"optimizer_args: {job.optimizer} takes betas, eps and weight_decay, not {', '.join(arguments)}")
+            raise ValueError(
+                f"optimizer_args: {job.optimizer} takes betas, eps and weight_decay, not {', '.join(arguments)}"
+            )
         self.names = ("state1", "state2") if kernel == "adam" else ("state1",)
         device = self.tensors[0].weight.device
         self.streams = host and device.type == "cuda"

@@ -1,7 +1,7 @@
 """Writing and loading states: every process its own rows of the same two files.
 
-A state comes to be in ``.step-000500.part``, is flushed, and is renamed when every process has said that its bytes are down;
-only then older ones are pruned. Rank 0 makes the files and gives the verdict, all follow.
+A state comes to be in ``.step-000500.part``, is flushed, and is renamed when every process has said that its bytes are
+down; only then older ones are pruned. Rank 0 makes the files and gives the verdict, all follow.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def save_state(
 ) -> State:
     """Publishes the state after ``step`` updates; entered by every process.
 
-    Raises, on all of them alike, OSError where the disk does not take it and NonFiniteError where a weight is not a number;
-    older states are untouched then and nothing half-written is left.
+    Raises, on all of them alike, OSError where the disk does not take it and NonFiniteError where a weight is not a
+    number; older states are untouched then and nothing half-written is left.
     """
     begun = time.monotonic()
     final = run.folder.states / folder_name(step)
@@ -131,7 +131,7 @@ def _lay_out(name: str, pieces: list[Piece], metadata: Mapping[str, str], world:
 
 
 def _create(part: Path, layouts: list[Layout]) -> None:
-    """The files at their full size, holes still, with their headers. Not preallocated: that can hang on a network volume."""
+    """The files at their full size, holes still, with their headers. Preallocating can hang on a network volume."""
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     for layout in layouts:

@@ -1,8 +1,8 @@
 """From (step) to what each pass of this process computes on: noisy latents, their targets, texts.
 
-Everything random is looked up by (seed, step, place), on the CPU in float32, so the numbers are the same on any card and any
-number of GPUs. The next steps are prepared by threads while the GPU works; there are no worker processes, so a container's
-small /dev/shm is no matter.
+Everything random is looked up by (seed, step, place), on the CPU in float32, so the numbers are the same on any card
+and any number of GPUs. The next steps are prepared by threads while the GPU works; there are no worker processes, so a
+container's small /dev/shm is no matter.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class TrainingData:
         self.steps_per_epoch = steps_per_epoch(items, self.job.images_per_step)
         self.cache = Cache(run.cache)
         self.empty_caption = text_key("", run.weights, self.job.t5_mask)
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: epoch_order(items, self.job.seed, epoch, self.job.images_per_step))
+        self._epoch = lru_cache(maxsize=2)(
+            lambda epoch: epoch_order(items, self.job.seed, epoch, self.job.images_per_step)
+        )
 
     def step(self, index: int) -> Step:
         """The items of global step ``index``, counted from 0 over all epochs; a pure function of the seed."""
@@ -106,7 +108,9 @@ class TrainingData:
         return StepData(tuple(batches), len(step))
 
     def _batch(self, index: int, share: Pass) -> Batch:
-        images = [self.example(index, place, self.items[item]) for place, item in zip(share.places, share.items, strict=True)]
+        images = [
+            self.example(index, place, self.items[item]) for place, item in zip(share.places, share.items, strict=True)
+        ]
         stacked = {name: torch.stack([image[name] for image in images]) for name in images[0]}
         width, height = share.bucket
         batch = Batch(image_ids=image_ids(height // 8, width // 8), weights=torch.ones(len(images)), **stacked)

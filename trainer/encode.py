@@ -109,7 +109,7 @@ def _load(kind: Any, folder: Path, device: torch.device) -> Any:
 
 def load_vae(folder: Path, device: torch.device) -> Any:
     """The VAE in float32: in bfloat16 its mean is off by about one part in a hundred."""
-    return AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32, disable_mmap=True).to(device).eval()
+    return AutoencoderKL.from_pretrained(folder, dtype=torch.float32, disable_mmap=True).to(device).eval()
 
 
 @torch.inference_mode()
@@ -164,8 +164,7 @@ def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.devi
     long = [text.owner for text in texts.values() if encoders.too_long(text.text)]
     if long:
         print(
-            f"{len(long)} captions are longer than {weights.text_tokens} T5 tokens and are cut: {shown(long)}",
-            flush=True,
+            f"encoded up to {weights.text_tokens} T5 tokens only, {len(long)} long captions: {shown(long)}", flush=True
         )
     at_once = TEXTS_AT_ONCE if device.type == "cuda" else 1
     with ShardWriter(root) as writer:

@@ -1,7 +1,7 @@
 """The mathematics of flow matching as FLUX was trained: noise levels, mixing, patches. Pure functions.
 
-A noise level sigma of 1 is pure noise, 0 the clean latent: x = (1 - sigma) latent + sigma noise, and the model predicts the
-velocity noise - latent.
+A noise level sigma of 1 is pure noise, 0 the clean latent: x = (1 - sigma) latent + sigma noise, and the model predicts
+the velocity noise - latent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ def shifted(sigma: float, shift: float) -> float:
 
 
 def noise_level(
-    generator: np.random.Generator, sampling: TimestepSampling, tokens: int, *, discrete_flow_shift: float, sigmoid_scale: float
+    generator: np.random.Generator,
+    sampling: TimestepSampling,
+    tokens: int,
+    *,
+    discrete_flow_shift: float,
+    sigmoid_scale: float,
 ) -> float:
     """One sigma in (0, 1) for an image of ``tokens`` patches."""
     if sampling == "uniform":

@@ -32,7 +32,7 @@ WHOLE_MODEL = ("Prodigy",)  # one rate is estimated from all tensors
 
 
 def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: World) -> Optimizer:
-    """Raises ValueError for arguments that the optimizer does not take, ImportError where an import path leads nowhere."""
+    """Raises ValueError for arguments that the optimizer does not take, ImportError for a path that leads nowhere."""
     if job.optimizer in BLOCKWISE:
         return Blockwise(tensors, job, host=plan.optimizer_states == "host", **BLOCKWISE[job.optimizer])
     kind = imported(CLASSES.get(job.optimizer, job.optimizer))

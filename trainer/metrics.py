@@ -36,8 +36,8 @@ class StepRecord:
 class Metrics:
     """Reads each step's loss one step late, so that the GPU never waits for the host.
 
-    Every process reads it (they must agree on stopping); rank 0 writes. Lines beyond the state a run goes on from are cut
-    off first: every step stands exactly once.
+    Every process reads it (they must agree on stopping); rank 0 writes. Lines beyond the state a run goes on from are
+    cut off first: every step stands exactly once.
     """
 
     def __init__(self, folder: RunFolder, start: int, world: World):
@@ -69,7 +69,7 @@ class Metrics:
             os.fsync(self.file.fileno())
 
     def restart_clock(self) -> None:
-        """Leaves out of images_per_s what was spent on saving or sampling."""
+        """Leaves out of images_per_s what was spent on saving or sampling since the last step."""
         self.last_time = time.monotonic()
 
     def _write(self, record: StepRecord) -> None:

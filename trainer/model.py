@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import clip_rows, placements
 from bootstrap.plan import Plan
-from bootstrap.tensor_files import TensorReader
+from bootstrap.tensor_files import TensorReader, read_header
 from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.data import Batch
@@ -29,19 +29,18 @@ Layout = Literal["bfl", "diffusers"]
 
 
 def build_model(
-    job: Job, plan: Plan, shape: FluxShape, files: Sequence[Path], layout: Layout, world: World
+    job: Job, plan: Plan, shape: FluxShape, world: World, fill_weights: Callable[[FluxTransformer2DModel], None]
 ) -> FluxTransformer2DModel:
-    """The transformer on this process's device, in bf16, with what the plan asks for; ``files`` hold its weights."""
+    """The transformer on this process's device, in bf16, with what the plan asks for.
+
+    Cut before it is filled, so that no process ever holds more than its rows; an adapter comes after its frozen base.
+    """
     model = bare_model(shape)
-    sources = _sources(shape, files, layout)  # before wrapping renames anything
-    if job.method == "full":
+    if job.lora is None:
         prepare(model, plan, world)
-        model.to_empty(device=world.device)
-        fill(model, sources, world)
-    else:
-        model.to_empty(device=world.device)
-        fill(model, sources, world)
-        assert job.lora is not None
+    model.to_empty(device=world.device)
+    fill_weights(model)
+    if job.lora is not None:
         add_adapter(model, job.lora, job.seed)
         prepare(model, plan, world)
     return model
@@ -64,7 +63,7 @@ def prepare(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
 
 
 def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:
-    """FSDP2, block by block. Gradients are summed in float32 and not divided: the loss is already a share of the step's."""
+    """FSDP2, block by block. Gradients are summed in float32, not divided: the loss is a share of the step's already."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
@@ -88,7 +87,8 @@ class Source:
     file_first: int
 
 
-def _sources(shape: FluxShape, files: Sequence[Path], layout: Layout) -> list[Source]:
+def sources(shape: FluxShape, files: Sequence[Path], layout: Layout) -> list[Source]:
+    """Where every row of every parameter lies."""
     if layout == "bfl":
         (path,) = files
         return [
@@ -96,22 +96,18 @@ def _sources(shape: FluxShape, files: Sequence[Path], layout: Layout) -> list[So
             for name, placement in placements(shape).items()
             for part in placement
         ]
-    sources, sizes = [], shape.tensors()
-    for path in files:
-        reader = TensorReader(path)
-        sources += [Source(name, 0, sizes[name][0], path, name, 0) for name in reader.header.tensors]
-        reader.close()
-    return sources
+    sizes = shape.tensors()
+    return [Source(name, 0, sizes[name][0], path, name, 0) for path in files for name in read_header(path).tensors]
 
 
-def fill(model: FluxTransformer2DModel, sources: Sequence[Source], world: World) -> None:
+def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) -> None:
     """Reads this process's rows of every parameter, file by file in the order of their bytes.
 
     At most one tensor is in host memory beside the model.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     by_file: dict[Path, list[Source]] = defaultdict(list)
-    for source in sources:
+    for source in places:
         by_file[source.path].append(source)
     for path, wanted in by_file.items():
         reader = TensorReader(path)
@@ -132,13 +128,17 @@ def _fill_rows(parameter: nn.Parameter, source: Source, reader: TensorReader, wo
     start, stop = max(first, source.first), min(first + count, source.first + source.count)
     if start < stop:
         offset = source.file_first - source.first
-        target[start - first : stop - first] = reader.read(source.file_name, start + offset, stop + offset).to(target.device)
+        target[start - first : stop - first] = reader.read(source.file_name, start + offset, stop + offset).to(
+            target.device
+        )
 
 
 def rows_in_bfl(name: str, first: int, count: int, shape: FluxShape) -> list[tuple[str, int, slice]]:
     """Where rows of a parameter belong in the BFL file: (tensor, its row, which of these rows)."""
     parts = clip_rows(placements(shape)[name], first, first + count)
-    return [(part.file_name, part.file_first, slice(part.first - first, part.first - first + part.count)) for part in parts]
+    return [
+        (part.file_name, part.file_first, slice(part.first - first, part.first - first + part.count)) for part in parts
+    ]
 
 
 def predict(model: FluxTransformer2DModel, batch: Batch, guidance: float, use_text_mask: bool) -> torch.Tensor:

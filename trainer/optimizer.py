@@ -1,8 +1,9 @@
 """What every optimizer here can do: step one tensor at a time, and say what must be kept to go on.
 
-An update takes a float32 copy of a weight, steps it and, where the weight is bf16, rounds it back stochastically. So at most
-one tensor is ever held in float32, a gradient can be used and dropped as soon as backward has made it, and no small update
-is lost to rounding. ``blockwise.py`` and ``torch_optimizer.py`` are the two kinds, ``make_optimizer.py`` chooses.
+An update takes a float32 copy of a weight, steps it and, where the weight is bf16, rounds it back stochastically. So at
+most one tensor is ever held in float32, a gradient can be used and dropped as soon as backward has made it, and no
+small update is lost to rounding. ``blockwise.py`` and ``torch_optimizer.py`` are the two kinds, ``make_optimizer.py``
+chooses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory that the GPU copies to and from at full speed.
 
-Torch's pinned allocator rounds every block up to a power of two (22 GiB of states would take 32). One slab, registered with
-the driver, wastes nothing.
+Torch's pinned allocator rounds every block up to a power of two (22 GiB of states would take 32). One slab, registered
+with the driver, wastes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def move_to_host(states: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[s
     slab = torch.zeros(sum(sizes), dtype=torch.uint8)
     result = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
     if int(result) != 0:
-        raise MemoryError(f"the host cannot pin {slab.numel() / 2**30:.1f} GiB for optimizer states (CUDA error {int(result)})")
+        raise MemoryError(
+            f"the host cannot pin {slab.numel() / 2**30:.1f} GiB for optimizer states (CUDA error {int(result)})"
+        )
     views: dict[str, dict[str, torch.Tensor]] = {}
     offset = 0
     for name, group in states.items():

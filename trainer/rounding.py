@@ -1,8 +1,8 @@
 """Stochastic rounding of float32 to bfloat16.
 
-A bf16 weight of 1.0 cannot move by 1e-3: round-to-nearest puts it back for ever. Rounding up with a probability equal to
-the remainder makes small updates arrive on average. The random bits are a hash of (seed, step, tensor, logical index), so
-a shard, on any number of GPUs, rounds exactly as the whole tensor would.
+A bf16 weight of 1.0 cannot move by 1e-3: round-to-nearest puts it back for ever. Rounding up with a probability equal
+to the remainder makes small updates arrive on average. The random bits are a hash of (seed, step, tensor, logical
+index), so a shard, on any number of GPUs, rounds exactly as the whole tensor would.
 """
 
 from __future__ import annotations

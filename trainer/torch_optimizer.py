@@ -19,12 +19,13 @@ Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class TorchOptimizer(Optimizer):
     """Torch optimizers over float32 stand-ins, which are filled with weight and gradient for the while of a step.
 
-    ``together``: one optimizer over all tensors, stepped after backward, for those that must see the whole model (Prodigy's
-    one rate) and where weights are float32 anyway (LoRA). Otherwise every tensor has an optimizer of its own.
+    ``together``: one optimizer over all tensors, stepped after backward, for those that must see the whole model
+    (Prodigy's one rate) and where weights are float32 anyway (LoRA). Otherwise every tensor has an optimizer of its
+    own.
 
     Sharded, an ``elementwise`` optimizer works on rows as on wholes. For any other (Adafactor's row and column sums, a
-    user's own) each tensor has one owning process, to which weight and gradient are gathered, which alone keeps the states
-    and sends the stepped rows back: memory stays shared out, and the arithmetic is that of one process.
+    user's own) each tensor has one owning process, to which weight and gradient are gathered, which alone keeps the
+    states and sends the stepped rows back: memory stays shared out, and the arithmetic is that of one process.
     """
 
     def __init__(
@@ -136,7 +137,11 @@ class TorchOptimizer(Optimizer):
             kept = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             groups[tensors[0].name] = kept
         values = {f"{t.name}.{key}": v for t, key, v in self._kept() if not isinstance(v, torch.Tensor)}
-        everyone = self.world.gather({"groups": groups, "values": values}) if self.owners else [{"groups": groups, "values": values}]
+        everyone = (
+            self.world.gather({"groups": groups, "values": values})
+            if self.owners
+            else [{"groups": groups, "values": values}]
+        )
         return {kind: {k: v for one in everyone for k, v in one[kind].items()} for kind in ("groups", "values")}
 
     def load(self, saved: SavedOptimizer) -> None:

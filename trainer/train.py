@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from trainer.data import Latents, StepData, TrainingData
 from trainer.flow import loss_sum
 from trainer.make_optimizer import make_optimizer
 from trainer.metrics import Metrics, NonFiniteLossError, StepRecord
-from trainer.model import build_model, predict
+from trainer.model import build_model, fill, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
@@ -38,23 +38,23 @@ from trainer.world import World, join_world
 
 log = logging.getLogger(__name__)
 
+# Attention by cuDNN, SDPA's own choice on Hopper, gives this model NaN gradients (measured on an H200 with torch 2.11; its
+# output gradient comes with other strides than its output); flash attention is right there. So cuDNN is off.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 # Seconds between TERM and KILL that a save may take. Platforms give 5 to 30; the launcher gives its workers 30.
 GRACE = 20.0
 
 
-def train(run: RunFile, world: World) -> Outcome:
+def train(t: Training) -> Outcome:
     """From the state the run goes on from, or from the start, to the last step or to a signal."""
-    t = Training.set_up(run, world)
     if t.start == 0 and t.sampler.due(0):
         t.sampler.draw(0)
-    t.metrics.restart_clock()
-    for step, data in enumerate(t.data.prepared(t.start, t.steps), start=t.start):
-        t.metrics.record(t.take_step(step, data))
-        done = step + 1
-        stop = world.any(world.stop_requested)
-        if done == t.steps or (stop and t.save_fits(GRACE)) or (not stop and done % run.job.save.every == 0):
+    for done in t.steps():
+        stop = t.world.any(t.world.stop_requested)
+        if done == t.last or (stop and t.save_fits(GRACE)) or (not stop and done % t.run.job.save.every == 0):
             t.save(done)
-        if stop and done < t.steps:
+        if stop and done < t.last:
             return t.stopped(done)
         if t.sampler.due(done):
             t.sampler.draw(done)
@@ -80,7 +80,7 @@ class Training:
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
 
     @property
-    def steps(self) -> int:
+    def last(self) -> int:
         return self.run.plan.steps
 
     @classmethod
@@ -88,19 +88,18 @@ class Training:
         """In the order in which things need each other."""
         job, plan, weights = run.job, run.plan, run.weights
         state = read_state(run.resume) if run.resume else None
-        data = TrainingData(run, run.read_items(), latents_of(weights.vae), world.rank)
         if state and job.method == "full":
-            model = build_model(job, plan, weights.shape, [state.model], "bfl", world)
+            places = sources(weights.shape, [state.model], "bfl")
         else:
-            model = build_model(job, plan, weights.shape, weights.transformer, weights.layout, world)
-        return cls.assemble(run, world, model, data, state)
+            places = sources(weights.shape, weights.transformer, weights.layout)
+        model = build_model(job, plan, weights.shape, world, lambda model: fill(model, places, world))
+        return cls.assemble(run, world, model, state)
 
     @classmethod
-    def assemble(
-        cls, run: RunFile, world: World, model: FluxTransformer2DModel, data: TrainingData, state: State | None
-    ) -> Training:
-        """From a model that is ready to train: its optimizer, and what a state brings back."""
+    def assemble(cls, run: RunFile, world: World, model: FluxTransformer2DModel, state: State | None) -> Training:
+        """From a model that is ready to train: its data, its optimizer, and what a state brings back."""
         job, plan = run.job, run.plan
+        data = TrainingData(run, run.read_items(), latents_of(run.weights.vae), world.rank)
         model.train()
         tensors = trained_tensors(model, world.rank, world.size)
         optimizer = make_optimizer(tensors, job, plan, world)
@@ -127,6 +126,12 @@ class Training:
                     on_default_stream(lambda: self.optimizer.update(tensor), self.world.device)
 
             tensor.parameter.register_post_accumulate_grad_hook(use)
+
+    def steps(self) -> Iterator[int]:
+        """Takes the steps that are left, one each time it is asked; gives how many updates are done."""
+        for step, data in enumerate(self.data.prepared(self.start, self.last), start=self.start):
+            self.metrics.record(self.take_step(step, data))
+            yield step + 1
 
     def take_step(self, step: int, data: StepData) -> StepRecord:
         """One optimizer update from this process's passes; the loss is the mean over all the step's images."""
@@ -165,7 +170,7 @@ class Training:
             self.state = save_state(self.run, self.world, step, self.tensors, self.optimizer, metadata)
             log.info("saved the state of step %d in %.1f s", step, time.monotonic() - begun)
         except (OSError, RuntimeError) as error:
-            if step == self.steps:
+            if step == self.last:
                 raise
             log.error("the state of step %d was NOT saved: %s. The older ones stand; training goes on.", step, error)
         self.metrics.restart_clock()
@@ -183,7 +188,7 @@ class Training:
             publish_output(self.state, self.run.folder.output / f"{self.run.job.name}.safetensors")
         self.metrics.flush()
         self.metrics.close()
-        return Outcome(DONE, f"all {self.steps} steps are done", self.steps)
+        return Outcome(DONE, f"all {self.last} steps are done", self.last)
 
 
 def on_default_stream(work: Callable[[], None], device: torch.device) -> None:
@@ -249,7 +254,7 @@ def main(run_file: Path) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     try:
         with join_world(run) as world:
-            outcome = train(run, world)
+            outcome = train(Training.set_up(run, world))
             if world.leads:
                 outcome.write(run.folder.outcome)
         return outcome.code

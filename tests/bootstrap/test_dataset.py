@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from bootstrap.dataset import Dataset, scan
-from bootstrap.folders import named_repeats, walk
 from bootstrap.volume import Volume
 from jobs.problem import JobError
 from jobs.schema import Job
@@ -64,22 +63,6 @@ def test_kohya_folders_multiply_repeats_and_name_the_class(volume: Volume, folde
     assert (data.images, data.captions) == (3, 1)
     assert any("captions: 1/3" in note for note in data.notes)
     assert any("5 repeats by its name" in note for note in data.notes)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("10_cat", (10, "cat")),
-        ("1_a_b", (1, "a_b")),
-        ("0_no", (0, "no")),
-        ("cat", None),
-        ("10", None),
-        ("20240801_holiday", None),
-        ("x_1", None),
-    ],
-)
-def test_named_repeats(name: str, expected: tuple[int, str] | None) -> None:
-    assert named_repeats(name) == expected
 
 
 def test_the_order_is_that_of_the_paths(volume: Volume, folder: Path) -> None:
@@ -232,11 +215,3 @@ def test_progress_is_told(volume: Volume, folder: Path, monkeypatch: pytest.Monk
     lines: list[str] = []
     scan(job(), volume, lines.append)
     assert lines == ["datasets/d: checked 1/2 images", "datasets/d: checked 2/2 images"]
-
-
-def test_an_unreadable_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert walk(tmp_path).notes == (f"{tmp_path}: cannot be read (Permission denied)",)

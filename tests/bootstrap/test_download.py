@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,11 +198,48 @@ def test_a_lost_file_is_named_and_only_it_is_fetched(
         offline.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(AccessError, match=r"HF_HUB_OFFLINE.*Missing on the volume: vae/config\.json"):
             fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+        with pytest.raises(AccessError, match="Missing on the volume"):  # and again at the next start
+            fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
     served.requests.clear()
     assert fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE) == (folder, manifest)
     assert [request for request in served.requests if request.startswith("GET /painter")] == [
         f"GET /{REPO}/resolve/{folder.name}/vae/config.json"
     ]
+
+
+def test_a_part_of_a_commit_that_is_no_longer_meant_goes(served: LoopbackHub, tmp_path: Path) -> None:
+    served.fail(Fault("HEAD .*/vae/", 403), times=1)
+    with pytest.raises(AccessError):
+        fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    served.repos[REPO] = replace(served.repos[REPO], commit="f" * 40)
+    folder, _ = fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    assert {path.name for path in folder.parent.iterdir()} == {".lock", "f" * 40}
+
+
+def test_the_transfer_ends_with_who_asked_for_it(served: LoopbackHub, tmp_path: Path) -> None:
+    served.fail(Fault("GET /cdn/", stall=60))
+    call = f"fetch_repo({REPO!r}, 'main', Path({str(tmp_path)!r}), None, print)"
+    program = f"from pathlib import Path; from bootstrap.download import fetch_repo; {call}"
+    asking = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    wait_for(lambda: any("GET /cdn/" in request for request in served.requests))
+    transfer = int(Path(f"/proc/{asking.pid}/task/{asking.pid}/children").read_text().split()[0])
+    asking.kill()
+    asking.wait()
+    wait_for(lambda: not Path(f"/proc/{transfer}").exists() or "Z" in state_of(transfer))
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def state_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
 
 
 def test_manifests_of_others_are_not_trusted(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from bootstrap.estimate import (
     GIB,
     Arrangement,
+    Work,
     adapter_layers,
     decimal,
     in_time,
@@ -39,7 +40,7 @@ def way(**changes: object) -> Arrangement:
     return Arrangement(**(known | changes))  # type: ignore[arg-type]
 
 
-def work(method: str = "full", side: int = 1024, extra: str = ""):  # noqa: ANN201
+def work(method: str = "full", side: int = 1024, extra: str = "") -> Work:
     job = parse_job(f"name: a\nbase: b/c\nmethod: {method}\ndatasets: [{{path: d}}]\n{extra}").job
     return work_of(job, DEV, [(side, side, 1.0)])
 

@@ -17,7 +17,7 @@ from jobs.problem import JobError
 from jobs.schema import Job
 
 DEV = FluxShape()
-DATA = DataSummary(images=200, items_per_epoch=200, buckets=((512, 512, 150), (448, 576, 50)))
+DATA = DataSummary(images=200, items_per_epoch=200, buckets=((512, 512, 152), (448, 576, 48)))
 
 
 def job(method: str = "full", extra: str = "") -> Job:
@@ -137,10 +137,15 @@ def test_paged_optimizers_live_on_the_host() -> None:
 
 
 def test_too_little_host_memory_is_said_with_figures() -> None:
-    with pytest.raises(PodError, match=r"on the host it would fit, but that has 16.0 GiB of RAM"):
+    with pytest.raises(PodError, match=r"needs at least .* this pod needs 25.5 GiB of RAM; it has 16.0 GiB"):
         make_plan(job(), pod("A40", memory=16 * GIB), DEV, DATA)
-    with pytest.raises(PodError, match="a pod with more RAM"):
+    with pytest.raises(PodError, match="Choose a pod with more RAM, or optimizer: AdamW8bit"):
         make_plan(job(extra="optimizer: PagedAdamW32bit\n"), pod("H100"), DEV, DATA)
+
+
+def test_states_sent_to_a_host_without_room() -> None:
+    with pytest.raises(JobError, match=r"needs 25.5 GiB of RAM, more than there is"):
+        make_plan(job(extra="plan: {optimizer_states: host}\n"), pod("H200", memory=16 * GIB), DEV, DATA)
 
 
 def test_prodigy_looks_at_the_whole_model() -> None:
@@ -265,6 +270,7 @@ def test_overrides_win() -> None:
         ("full", "plan: {processes: 5}", "plan.processes"),
         ("full", "plan: {processes: 4}", "plan.processes"),
         ("full", "plan: {sharding: none}", "plan.sharding"),
+        ("lora", "lora: {targets: ['*.attn.*', '*.conv.*']}", "lora.targets"),
         ("lora", "plan: {sharding: fsdp}", "plan.sharding"),
         ("lora", "plan: {optimizer_in_backward: true}", "plan.optimizer_in_backward"),
         ("lora", "plan: {optimizer_states: host}", "plan.optimizer_states"),
@@ -282,7 +288,7 @@ def test_overrides_that_cannot_be(method: str, extra: str, key: str) -> None:
     data = DataSummary(100, 100, ())
     with pytest.raises(JobError) as raised:
         make_plan(job(method, extra + "\n"), pod("H100", "H100"), DEV, data)
-    assert key in [problem.key for problem in raised.value.problems][0]
+    assert key in raised.value.problems[0].key
     assert all(problem.remedy for problem in raised.value.problems)
 
 
@@ -359,6 +365,20 @@ def test_gpus_that_hardly_help_are_named() -> None:
     one = job(extra="images_per_step: 2\noptimizer: Adafactor\n")
     plan = make_plan(one, pod("L40S", "L40S"), DEV, DATA)
     assert any("eats the gain" in warning for warning in plan.warnings)
+
+
+def test_steps_of_several_sizes_keep_gradients() -> None:
+    even = DataSummary(200, 200, ((512, 512, 152), (448, 576, 48)))
+    odd = DataSummary(200, 200, ((512, 512, 150), (448, 576, 49), (576, 448, 1)))
+    small, small_odd = (make_plan(job(), pod("A40"), DEV, data) for data in (even, odd))
+    assert not small.warnings
+    assert any("pictures of up to 3 sizes" in warning for warning in small_odd.warnings)
+    large, large_odd = (make_plan(job(), pod("H100"), DEV, data) for data in (even, odd))
+    assert (large_odd.memory_per_gpu - large.memory_per_gpu) / GIB == pytest.approx(22.2, abs=0.1)
+    assert not large_odd.warnings
+    many = make_plan(job(), pod(*["A40"] * 4), DEV, odd)  # each size in a process of its own: one pass
+    assert not many.warnings
+    assert not make_plan(job("lora"), pod("A40"), DEV, odd).warnings
 
 
 def test_a_busy_gpu_is_named() -> None:

@@ -11,11 +11,13 @@ from bootstrap.volume import Volume
 from entrypoint.check import check, parse_pods, render_pod
 from jobs.problem import JobError
 
-TINY = "name: demo\nbase: flux-tiny\nmethod: full\ndatasets: [{path: datasets/a}]\nresolution: 64\nsteps: 6\n"
+TINY = (
+    "name: demo\nbase: flux-tiny\nmethod: full\ndatasets: [{path: datasets/a}]\nresolution: 64\nsteps: 6\nwarmup: 0\n"
+)
 REAL = TINY.replace("flux-tiny", "black-forest-labs/FLUX.1-dev").replace("resolution: 64", "resolution: 512")
 
 
-@pytest.fixture()
+@pytest.fixture
 def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Volume:
     """A volume with four pictures, on a pod without GPU."""
     folder = tmp_path / "datasets" / "a"
@@ -59,7 +61,7 @@ def test_a_real_model_on_a_pod_without_gpu(volume: Volume, capsys: pytest.Captur
 
 
 def test_a_wrong_job(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
-    text = TINY.replace("steps: 6", "stepz: 6\nlearning_rate: fast")
+    text = TINY.replace("steps: 6\nwarmup: 0", "stepz: 6\nlearning_rate: fast")
     assert check(written(volume, text), volume) == 64
     err = capsys.readouterr().err
     assert "my-job.yaml:6" in err
@@ -78,7 +80,7 @@ def test_a_missing_folder_is_told_beside_the_pods(volume: Volume, capsys: pytest
 
 def test_an_override_that_cannot_be_has_its_line(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(written(volume, TINY + "plan:\n  processes: 5\n"), volume) == 64
-    assert "my-job.yaml:8: plan.processes: 5 processes" in capsys.readouterr().err
+    assert "my-job.yaml:9: plan.processes: 5 processes" in capsys.readouterr().err
 
 
 def test_pods_side_by_side(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:

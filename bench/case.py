@@ -1,0 +1,165 @@
+"""One benchmark case: the product's own trainer on a real-size FLUX with random weights and random encoded data.
+
+Started by ``bench.gpu`` through the same launcher as every run: ``accelerate launch ... -m bench.case CASE FOLDER``.
+Writes ``FOLDER/CASE.json``. With ``--save`` it goes on to the end as a run does: a state and the output on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from diffusers import FluxTransformer2DModel
+
+from bench.cases import CASES, Case
+from bootstrap.cache import ShardWriter, with_keys
+from bootstrap.dataset import Dataset, Item
+from bootstrap.flux_shape import FluxShape
+from bootstrap.plan import make_plan
+from bootstrap.pod import read_pod
+from bootstrap.run_file import RunFile
+from bootstrap.volume import Volume, write_json
+from bootstrap.weights import Weights
+from jobs.schema import Job
+from trainer.model import build_model
+from trainer.train import Training, train
+from trainer.world import World, join_world
+
+WARM_UP = 3  # steps that are not counted: the first compiles
+TEXT_TOKENS = 512
+CEILING_SIZE = 8192
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    case = CASES[options.case]
+    run = prepare(case, Volume(options.folder / "volume"))
+    with join_world(run) as world:
+        result = measure(case, run, world, options.save)
+        if world.leads:
+            write_json(options.folder / f"{case.name}.json", result)
+
+
+def prepare(case: Case, volume: Volume) -> RunFile:
+    """A run as the entrypoint would prepare it, with random numbers where weights, latents and texts would be."""
+    volume.create()
+    name = case.name
+    job = Job.model_validate(
+        {"name": name, "base": "random", "datasets": [{"path": "none"}], "steps": case.steps, **case.job}
+    )
+    weights = stand_in(volume)
+    bucket = (case.size, case.size)
+    items = tuple(Item(f"{i}.png", f"{i}", f"image {i}", 1, *bucket, bucket) for i in range(max(8, job.images_per_step)))
+    items = with_keys(items, weights, job.t5_mask)
+    plan = make_plan(job, read_pod(volume.root), weights.shape, Dataset(items, len(items), len(items), ()).summary())
+    run = RunFile(job, plan, weights, volume.root)
+    write_cache(items, run)
+    run.write(items)
+    return run
+
+
+def stand_in(volume: Volume) -> Weights:
+    vae = volume.models / "vae"
+    write_json(vae / "config.json", {"shift_factor": 0.1159, "scaling_factor": 0.3611})
+    nothing = volume.models / "none"
+    return Weights((), "bfl", nothing, FluxShape(), vae, nothing, nothing, nothing, nothing, nothing, TEXT_TOKENS, "", "")
+
+
+def write_cache(items: tuple[Item, ...], run: RunFile) -> None:
+    """Latents and texts of the sizes and spreads of real ones."""
+    generator = torch.Generator().manual_seed(0)
+    shape = run.weights.shape
+    with ShardWriter(run.cache) as writer:
+        for item in items:
+            width, height = item.bucket
+            mean = torch.randn(16, height // 8, width // 8, generator=generator).mul(3).half()
+            writer.add(item.latent_key, {"mean": mean, "spread": torch.full_like(mean, 0.01)})
+        for key in dict.fromkeys(item.text_key for item in items):
+            embeds = torch.randn(TEXT_TOKENS, shape.text_size, generator=generator).mul(0.2).bfloat16()
+            pooled = torch.randn(shape.pooled_size, generator=generator).bfloat16()
+            mask = torch.ones(TEXT_TOKENS, dtype=torch.bool)
+            writer.add(key, {"prompt_embeds": embeds, "mask": mask, "pooled": pooled})
+
+
+def random_weights(model: FluxTransformer2DModel) -> None:
+    """Weights at which activations and gradients stay in the range of a trained model's."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if parameter.dim() == 1:
+                local.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            else:
+                local.normal_(0, 0.02, generator=generator)
+
+
+def ceiling(device: torch.device) -> float:
+    """What this card's matrix product reaches now, TFLOP/s: bf16, random data, the best of 5 times 10."""
+    a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = 0.0
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(10):
+            a @ b
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, 10 * 2 * CEILING_SIZE**3 / (start.elapsed_time(end) / 1000) / 1e12)
+    return best
+
+
+def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, object]:
+    top = ceiling(world.device)
+    torch.cuda.empty_cache()
+    begun = time.monotonic()
+    model = build_model(run.job, run.plan, run.weights.shape, world, random_weights)
+    training = Training.assemble(run, world, model, None)
+    built = time.monotonic() - begun
+    torch.cuda.reset_peak_memory_stats()
+    begun = time.monotonic()
+    if save:
+        train(training)
+    else:
+        for _ in training.steps():
+            pass
+        training.metrics.flush()
+    took = time.monotonic() - begun
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    images = run.job.images_per_step
+    seconds = statistics.median(images / line["images_per_s"] for line in lines[WARM_UP:])
+    backward = 2.0 if run.job.method == "full" else 1.0
+    flops = images * (1 + backward) * run.weights.shape.forward_flops(case.size, case.size, TEXT_TOKENS)
+    losses = [line["loss"] for line in lines]
+    return {
+        "case": case.name,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds_per_step": seconds,
+        "images_per_second": images / seconds,
+        "model_tflops": flops / seconds / 1e12 / world.size,
+        "ceiling_tflops": top,
+        "share_of_ceiling": flops / seconds / 1e12 / world.size / top,
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "planned_gib": run.plan.memory_per_gpu / 2**30,
+        "first_step_seconds": images / lines[0]["images_per_s"],
+        "setup_seconds": built,
+        "total_seconds": took,
+        "losses_finite": all(loss == loss and abs(loss) != float("inf") for loss in losses),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "checkpointing": run.plan.checkpointing,
+        "kohya_seconds": case.kohya,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What the GPU benchmark measures: real-size FLUX on random weights, each case a job as a user would write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    job: dict[str, Any]  # beside name, base, datasets
+    size: int  # pixels, square
+    steps: int = 20
+    kohya: float | None = None  # seconds per step of kohya's trainer on an H200, measured 2026-11 (s/it, batch 1)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def full(size: int, images: int, **more: Any) -> dict[str, Any]:
+    return {"method": "full", "resolution": size, "images_per_step": images, "warmup": 0} | more
+
+
+def lora(size: int, images: int, **more: Any) -> dict[str, Any]:
+    return {"method": "lora", "resolution": size, "images_per_step": images, "warmup": 0, "lora": {"rank": 16}} | more
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("full-1024", full(1024, 1), 1024, kohya=1.37),
+        Case("full-1024-checkpointing", full(1024, 1, plan={"checkpointing": True}), 1024, kohya=1.37),
+        Case("full-512x4", full(512, 4), 512),
+        Case("full-512x8-paged", full(512, 8, optimizer="PagedAdamW8bit", plan={"checkpointing": True}), 512),
+        Case("lora-1024", lora(1024, 1), 1024, kohya=1.05),
+    )
+}
