@@ -28,14 +28,12 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fluxpod-bench-"))
     ok = check_gradients()
-    rows = []
+    print(COLUMNS, flush=True)
     for name in options.cases.split(","):
         row, log = run_case(name, folder, options.save)
         ok &= row is not None and bool(row["losses_finite"])
-        rows.append(render(row) if row else f"{name:24} failed:\n{log[-3000:]}")
-        shutil.rmtree(folder / "volume", ignore_errors=not options.save)
-    print(COLUMNS)
-    print("\n".join(rows), flush=True)
+        print(render(row) if row else f"{name:24} failed:\n{log[-3000:]}", flush=True)
+        shutil.rmtree(folder / "volume", ignore_errors=True)
     return 0 if ok else 1
 
 

@@ -72,6 +72,7 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
         "TRITON_CACHE_DIR": str(run.cache / "triton"),
     }
     if plan.device == "cuda":
+        kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the plan's numbers are nvidia-smi's
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in plan.gpus)
         kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return kept

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.bases", "tests.loopback_hub"]
+
 # Before any test module imports torch or huggingface_hub, which read these once.
 _CACHES = tempfile.mkdtemp(prefix="fluxpod-test-")
 os.environ["HF_HOME"] = _CACHES

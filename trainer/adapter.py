@@ -55,7 +55,9 @@ def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
     model.requires_grad_(False)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     targets = target_modules(linear, lora.targets)
-    model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets))
+    # As one pattern: of a list, peft takes "proj_out" for the end of every block's proj_out too.
+    exactly = "|".join(re.escape(name) for name in targets)
+    model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=exactly))
     for name, parameter in model.named_parameters():
         if match := _WEIGHT.fullmatch(name):
             parameter.data = parameter.data.float()

@@ -18,7 +18,7 @@ from trainer.world import World
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss became NaN or infinite; the message says at which step."""
+    """The loss or its gradient became NaN or infinite; the message says at which step."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,11 @@ class Metrics:
 
     def _write(self, record: StepRecord) -> None:
         loss = record.loss.item()  # waits for the step to end, when the next is already queued
+        norm = None if record.grad_norm is None else record.grad_norm.item()
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"the loss of step {record.step} is {loss}")
+        if norm is not None and not math.isfinite(norm):
+            raise NonFiniteLossError(f"the length of the gradient of step {record.step} is {norm}")
         if not self.writes:
             return
         line: dict[str, Any] = {
@@ -84,8 +87,8 @@ class Metrics:
             "lr": record.learning_rate,
             "images_per_s": round(record.images / max(1e-9, record.seconds), 4),
         }
-        if record.grad_norm is not None:
-            line["grad_norm"] = record.grad_norm.item()
+        if norm is not None:
+            line["grad_norm"] = norm
         if self.on_gpu:
             line["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         self.file.write(json.dumps(line) + "\n")

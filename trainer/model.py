@@ -63,7 +63,7 @@ def prepare(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
 
 
 def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:
-    """FSDP2, block by block. Gradients are summed in float32, not divided: the loss is a share of the step's already."""
+    """FSDP2, block by block. Gradients are summed in float32, not divided: each loss is a share of the step's."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in [*model.transformer_blocks, *model.single_transformer_blocks]:

@@ -30,7 +30,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def _round(source: torch.Tensor, first: int, key_1: int, key_2: int) -> torch.Tensor:
     index = torch.arange(source.numel(), dtype=torch.int32, device=source.device).reshape(source.shape) + first
     bits = _mix(_mix(index ^ key_1) + key_2) & 0xFFFF
-    return ((source.view(torch.int32) + bits) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    rounded = ((source.view(torch.int32) + bits) & -0x10000).view(torch.float32)
+    # CUDA's own NaN is 0x7fffffff, which any carry turns into minus zero: a broken weight would pass for a whole one.
+    return torch.where(source.isnan(), source, rounded).to(torch.bfloat16)
 
 
 # One pass over memory instead of a dozen; compiled once for all shapes. Needs a C compiler, which the image has.

@@ -76,7 +76,7 @@ class Sampler:
 
     def _one(self, pipeline: FluxPipeline, cache: Cache, index: int) -> Image:
         sample = self.sample
-        text = cache.read(text_key(sample.prompts[index], self.run.weights, self.run.job.t5_mask))
+        text = cache.read(text_key(sample.prompts[index], self.run.weights, t5_mask=False))
         settings: dict[str, Any] = {
             "prompt_embeds": text["prompt_embeds"][None].to(self.world.device),
             "pooled_prompt_embeds": text["pooled"][None].to(self.world.device),

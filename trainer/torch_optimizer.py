@@ -132,28 +132,27 @@ class TorchOptimizer(Optimizer):
         return tensor.sharded and tensor.name not in self.owners and shape == like
 
     def scalars(self) -> dict[str, Any]:
-        groups = {}
-        for optimizer, tensors in self.parts:
-            kept = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            groups[tensors[0].name] = kept
-        values = {f"{t.name}.{key}": v for t, key, v in self._kept() if not isinstance(v, torch.Tensor)}
-        everyone = (
-            self.world.gather({"groups": groups, "values": values})
-            if self.owners
-            else [{"groups": groups, "values": values}]
-        )
-        return {kind: {k: v for one in everyone for k, v in one[kind].items()} for kind in ("groups", "values")}
+        """What the optimizer has written into its groups (Prodigy's rate) and beside its tensors (counts of steps)."""
+        mine = {
+            "groups": {
+                tensors[0].name: _changed(optimizer.param_groups[0], optimizer.defaults)
+                for optimizer, tensors in self.parts
+            },
+            "values": {f"{t.name}.{key}": v for t, key, v in self._kept() if not isinstance(v, torch.Tensor)},
+        }
+        everyone = self.world.gather(mine) if self.owners else [mine]
+        return {kind: {k: v for one in everyone for k, v in one[kind].items()} for kind in mine}
 
     def load(self, saved: SavedOptimizer) -> None:
         groups, values = saved.scalars.get("groups", {}), saved.scalars.get("values", {})
         for optimizer, tensors in self.parts:
-            if tensors[0].name not in groups:
-                raise OptimizerStateError(f"the state has nothing for {tensors[0].name}")
             state = {i: self._saved_state(tensor, saved, values) for i, tensor in enumerate(tensors)}
-            kept = optimizer.state_dict()["param_groups"]
-            for group, old in zip(kept, groups[tensors[0].name], strict=True):
-                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in old.items()})
-            optimizer.load_state_dict({"state": state, "param_groups": kept})
+            if not all(state.values()):
+                nothing = next(tensor.name for tensor, found in zip(tensors, state.values(), strict=True) if not found)
+                raise OptimizerStateError(f"the state has nothing for {nothing}")
+            (group,) = optimizer.state_dict()["param_groups"]
+            group |= groups.get(tensors[0].name, {})
+            optimizer.load_state_dict({"state": state, "param_groups": [group]})
 
     def _saved_state(self, tensor: Trained, saved: SavedOptimizer, values: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -167,6 +166,7 @@ class TorchOptimizer(Optimizer):
         return state
 
 
-def _plain(value: Any) -> Any:
-    """A value of a parameter group as JSON has it."""
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _changed(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """What of a parameter group is no setting of the job's: those have their new values when a run goes on."""
+    plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "lr")}
+    return {k: v for k, v in plain.items() if k not in defaults or v != defaults[k]}
