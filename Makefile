@@ -21,7 +21,7 @@ for python in "$${PYTHON:-}" python3.11 python3 python3.12 python3.13; do
     python=
 done
 if [ -z "$$python" ]; then
-    echo "fluxpod needs Python 3.11 or newer with venv; found: $$(python3 --version 2>&1 || true)." >&2
+    echo "fluxpod needs Python 3.11 or newer with venv; found: $$(python3 --version 2> /dev/null || echo none)." >&2
     echo "On Debian 12, or Ubuntu 24.04 and newer: apt-get install python3 python3-venv. Or name one: make PYTHON=/path/to/python3.12 ..." >&2
     exit 1
 fi

@@ -16,7 +16,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from bench.cases import CASES, Case
-from bootstrap.cache import ShardWriter, with_keys
+from bootstrap.cache import ShardWriter, wanted_texts, with_keys
 from bootstrap.dataset import Dataset, Item
 from bootstrap.flux_shape import FluxShape
 from bootstrap.plan import make_plan
@@ -82,7 +82,7 @@ def write_cache(items: tuple[Item, ...], run: RunFile) -> None:
             width, height = item.bucket
             mean = torch.randn(16, height // 8, width // 8, generator=generator).mul(3).half()
             writer.add(item.latent_key, {"mean": mean, "spread": torch.full_like(mean, 0.01)})
-        for key in dict.fromkeys(item.text_key for item in items):
+        for key in wanted_texts(run.job, items, run.weights):
             embeds = torch.randn(TEXT_TOKENS, shape.text_size, generator=generator).mul(0.2).bfloat16()
             pooled = torch.randn(shape.pooled_size, generator=generator).bfloat16()
             mask = torch.ones(TEXT_TOKENS, dtype=torch.bool)

@@ -12,13 +12,13 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from bootstrap.volume import write_atomically
 from jobs.problem import Problem
-from jobs.schema import Job
+from jobs.schema import Job, Lora
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -50,7 +50,7 @@ class Manifest:
     processes: int
     optimizer: str
     optimizer_scalars: dict[str, Any]
-    lora_rank: int | None
+    lora: Lora | None
     job_digest: str
     versions: dict[str, str]
     seconds: float  # that writing it took
@@ -105,6 +105,8 @@ def read_state(folder: Path) -> State:
         raise StateError(f"{folder.name}/{MANIFEST} cannot be read: {error}") from error
     if manifest.version != VERSION:
         raise StateError(f"{folder.name} is of format {manifest.version}; this program reads {VERSION}")
+    if MODEL_FILE not in manifest.files:
+        raise StateError(f"{folder.name}/{MANIFEST} names no {MODEL_FILE}")
     for name, size in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
@@ -129,18 +131,23 @@ def verify(state: State) -> None:
     """Hashes every byte, sequentially. Raises StateError naming the first damaged run."""
     for name in state.manifest.files:
         extents = sorted((e for e in state.manifest.extents if e.file == name), key=lambda e: e.offset)
-        with (state.path / name).open("rb") as file:
-            for extent in extents:
-                digest, left = hashlib.sha256(), extent.length
-                while left:
-                    data = file.read(min(left, BLOCK))
-                    if not data:
-                        raise StateError(f"{state.path.name}/{name} ends too early")
-                    digest.update(data)
-                    left -= len(data)
-                if digest.hexdigest() != extent.sha256:
-                    end = extent.offset + extent.length
-                    raise StateError(f"{state.path.name}/{name} is damaged between bytes {extent.offset} and {end}")
+        try:
+            with (state.path / name).open("rb") as file:
+                for extent in extents:
+                    if _hash(file, extent.length) != extent.sha256:
+                        end = extent.offset + extent.length
+                        raise StateError(f"{state.path.name}/{name} is damaged between bytes {extent.offset} and {end}")
+        except OSError as error:  # a bad disk, or gone since it was listed
+            raise StateError(f"{state.path.name}/{name} cannot be read: {error}") from error
+
+
+def _hash(file: BinaryIO, length: int) -> str:
+    """Of the next ``length`` bytes, or of what there is of them."""
+    digest, left = hashlib.sha256(), length
+    while left and (data := file.read(min(left, BLOCK))):
+        digest.update(data)
+        left -= len(data)
+    return digest.hexdigest()
 
 
 def list_states(folder: Path) -> tuple[list[State], list[str]]:
@@ -171,29 +178,33 @@ def newest_whole(folder: Path) -> tuple[State | None, list[str]]:
     return None, notes
 
 
-def prune(folder: Path, keep_states: int, keep_weights: int | Literal["all"]) -> None:
-    """Takes the optimizer from all but the newest ``keep_states``, and removes all but the newest ``keep_weights``.
+def prune(folder: Path, newest: int, keep_states: int, keep_weights: int | Literal["all"]) -> None:
+    """Of the states up to step ``newest``, just saved, takes the optimizer from all but the last ``keep_states``, and
+    removes all but the last ``keep_weights``.
 
-    The manifest goes first, then the bytes: a kill in between leaves a valid checkpoint with a file too many.
+    One beyond ``newest`` is not counted: the run went on from an older one, because this one is damaged. A kill in the
+    middle leaves a valid checkpoint with a file too many, or a hidden folder, which the next call takes away.
     """
-    states, _ = list_states(folder)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    states = [state for state in list_states(folder)[0] if state.step <= newest]
     states.reverse()
     for place, state in enumerate(states):
         if place < keep_states:
             continue
         if keep_weights != "all" and place >= keep_weights:
-            (state.path / MANIFEST).unlink()
-            shutil.rmtree(state.path)
-        elif state.resumable:
+            shutil.rmtree(state.path.rename(state.path.with_name(f".{state.path.name}.old")))
+        else:
             thin(state)
 
 
 def thin(state: State) -> None:
-    """Makes a state a checkpoint: the weights stay, the optimizer goes."""
+    """Makes a state a checkpoint: the weights stay, the optimizer goes, the manifest's mention of it first."""
     kept = state.manifest
     files = {name: size for name, size in kept.files.items() if name != OPTIMIZER_FILE}
     extents = tuple(extent for extent in kept.extents if extent.file != OPTIMIZER_FILE)
-    write_manifest(state.path, replace(kept, files=files, extents=extents))
+    if state.resumable:
+        write_manifest(state.path, replace(kept, files=files, extents=extents))
     state.optimizer.unlink(missing_ok=True)
 
 
@@ -203,9 +214,11 @@ def resume_problems(state: State, job: Job) -> list[Problem]:
     pairs: list[tuple[str, object, object]] = [
         ("base", kept.base, job.base),
         ("method", kept.method, job.method),
-        ("lora.rank", kept.lora_rank, job.lora.rank if job.lora else None),
-        ("optimizer", kept.optimizer, job.optimizer),
+        # A Paged optimizer keeps the same states elsewhere.
+        ("optimizer", kept.optimizer.removeprefix("Paged"), job.optimizer.removeprefix("Paged")),
     ]
+    if kept.lora and job.lora:
+        pairs += [(f"lora.{key}", getattr(kept.lora, key), getattr(job.lora, key)) for key in Lora.model_fields]
     remedy = f"Put {{}} back, or give the job another name to start anew (from these weights: base: {state.model})"
     return [
         Problem(f"{now} cannot go on: {state_of} {before}", remedy.format(before), key=key)

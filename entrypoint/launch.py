@@ -23,7 +23,7 @@ LAUNCHER_LIMIT = 35.0
 LOOK_EVERY = 0.2  # seconds between two looks at a child
 
 # What no trainer needs: names of variables that hold secrets, ours and those that users set for other tools.
-_SECRET = re.compile(r".*(TOKEN|API_KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?|ACCESS_KEY(_ID)?)$|FLUXPOD_JOB")
+_SECRET = re.compile(r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)|FLUXPOD_JOB")
 
 
 @dataclass
@@ -72,6 +72,7 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
         "TRITON_CACHE_DIR": str(run.cache / "triton"),
     }
     if plan.device == "cuda":
+        kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order, whose numbers the plan has
         kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the plan's numbers are nvidia-smi's
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in plan.gpus)
         kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -100,19 +101,20 @@ def run_children(
     folder = run.folder
     record_process(folder.processes, "entrypoint")
     folder.log.parent.mkdir(parents=True, exist_ok=True)
+    children: list[subprocess.Popen[bytes]] = []
     with folder.log.open("ab") as log:
-        children = [
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment(run, environment),
-                start_new_session=True,  # a terminal's Ctrl-C reaches the entrypoint alone, which then asks in order
-            )
-            for command in commands
-        ]
         try:
+            for number, command in enumerate(commands):
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(run, environment),
+                    start_new_session=True,  # Ctrl-C on a terminal reaches the entrypoint alone, which asks in order
+                )
+                children.append(child)
+                record_process(folder.processes, f"child-{number}", child.pid)
             _wait(children, stop, look)
         finally:
             _end(children, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -21,15 +22,19 @@ class Tail:
 
     def __init__(self, path: Path, from_end: bool = False):
         self.path = path
-        self.position = path.stat().st_size if from_end and path.exists() else 0
+        self.position, self.file = 0, -1
+        if path.exists():
+            found = path.stat()
+            self.position, self.file = (found.st_size if from_end else 0), found.st_ino
         self.rest = b""
 
     def lines(self) -> list[str]:
         if not self.path.exists():
             return []
-        if self.path.stat().st_size < self.position:  # it was cut and rewritten
-            self.position, self.rest = 0, b""
         with self.path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self.file or found.st_size < self.position:  # it was cut and rewritten
+                self.position, self.file, self.rest = 0, found.st_ino, b""
             file.seek(self.position)
             data = file.read()
         self.position += len(data)
@@ -41,7 +46,8 @@ class TrainingProgress:
     """Follows ``metrics.jsonl`` and the log of one launch."""
 
     def __init__(self, metrics: Path, log: Path, start: int, steps: int):
-        self.metrics, self.log = Tail(metrics), Tail(log, from_end=True)
+        # From their ends: the trainer cuts off what the metrics hold beyond ``start``, which is not done yet.
+        self.metrics, self.log = Tail(metrics, from_end=True), Tail(log, from_end=True)
         self.start, self.step, self.steps = start, start, steps
         self.begun = self.told = time.monotonic()
         self.last: dict[str, Any] = {}

@@ -176,7 +176,7 @@ def _manifest(
         processes=run.plan.processes,
         optimizer=job.optimizer,
         optimizer_scalars=scalars,
-        lora_rank=job.lora.rank if job.lora else None,
+        lora=job.lora,
         job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
         versions={name: version(name) for name in ("torch", "diffusers", "peft", "bitsandbytes")},
         seconds=round(seconds, 3),
@@ -193,7 +193,7 @@ def _publish(part: Path, final: Path, manifest: Manifest, run: RunFile) -> None:
         shutil.rmtree(final)
     part.rename(final)
     flush_folder(final.parent)
-    prune(final.parent, run.job.save.states, run.job.save.weights)
+    prune(final.parent, manifest.step, run.job.save.states, run.job.save.weights)
 
 
 def load_optimizer(state: State, optimizer: Optimizer) -> None:

@@ -38,16 +38,13 @@ class Pass:
     items: tuple[int, ...]  # indices, one for each place
 
 
-def steps_per_epoch(items: Sequence[Ordered], images_per_step: int) -> int:
-    return -(-sum(item.repeats for item in items) // images_per_step)
-
-
-def epoch_order(items: Sequence[Ordered], seed: int, epoch: int, images_per_step: int) -> list[Step]:
+def epoch_order(items: Sequence[Ordered], seed: int, epoch: int, images_per_step: int, mix: bool) -> list[Step]:
     """The steps of one epoch, which together hold every item exactly ``repeats`` times.
 
-    As many steps as can be are of one bucket; what is left over in the buckets is joined to mixed steps, so that no
-    picture is dropped because its bucket is small. Where the total does not divide by ``images_per_step``, the epoch's
-    last step is smaller.
+    As many steps as can be are of one bucket, and no picture is dropped because its bucket is small. With ``mix`` what is
+    left over in the buckets is joined to steps of several buckets, and at most the epoch's last step is smaller. Without,
+    each bucket's rest is a smaller step of its own, so that every step is one bucket and can be one pass: a full model on
+    one card has no room to keep gradients between passes. The trainer weighs a smaller step by its images.
     """
     # Raw numbers, not Generator.permutation: numpy keeps the former from version to version, not the latter.
     source = np.random.Philox(key=[seed, _ORDER + epoch])
@@ -68,6 +65,9 @@ def epoch_order(items: Sequence[Ordered], seed: int, epoch: int, images_per_step
         whole = len(members) // images_per_step * images_per_step
         steps += [tuple(members[i : i + images_per_step]) for i in range(0, whole, images_per_step)]
         left_over.append(members[whole:])
+    if not mix:
+        steps += [tuple(rest) for rest in left_over if rest]
+        return [steps[place] for place in shuffled(len(steps))]
     # Bucket by bucket, in an order of its own each epoch: a mixed step then holds few buckets and takes few passes.
     rest = [index for place in shuffled(len(left_over)) for index in left_over[place]]
     whole = len(rest) // images_per_step * images_per_step

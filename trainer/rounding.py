@@ -35,14 +35,14 @@ def _round(source: torch.Tensor, first: int, key_1: int, key_2: int) -> torch.Te
     return torch.where(source.isnan(), source, rounded).to(torch.bfloat16)
 
 
-# One pass over memory instead of a dozen; compiled once for all shapes. Needs a C compiler, which the image has.
-_round_compiled = torch.compile(_round, dynamic=True)
-
-
 def round_stochastically(source: torch.Tensor, name: str, *, seed: int, step: int, first: int) -> torch.Tensor:
     """``source`` (float32, contiguous, any shape) in bfloat16; ``first`` is the logical index of its first element.
 
     A value lands on one of its two bf16 neighbours, on the further with the lesser probability, in steps of 2**-16.
     """
-    function = _round_compiled if source.device.type == "cuda" else _round
-    return function(source, first, *hash_keys(seed, step, name))
+    keys = hash_keys(seed, step, name)
+    if source.device.type == "cuda":
+        from trainer.rounding_kernel import round_on_gpu  # Triton comes with torch's CUDA builds alone
+
+        return round_on_gpu(source, first, *keys)
+    return _round(source, first, *keys)

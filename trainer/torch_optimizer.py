@@ -145,11 +145,12 @@ class TorchOptimizer(Optimizer):
 
     def load(self, saved: SavedOptimizer) -> None:
         groups, values = saved.scalars.get("groups", {}), saved.scalars.get("values", {})
+        mine = [tensor for _, tensors in self.parts for tensor in tensors]
+        states = {tensor.name: self._saved_state(tensor, saved, values) for tensor in mine}
+        if (saved.shapes or values) and states and not any(states.values()):
+            raise OptimizerStateError(f"the state has nothing for {next(iter(states))}")
         for optimizer, tensors in self.parts:
-            state = {i: self._saved_state(tensor, saved, values) for i, tensor in enumerate(tensors)}
-            if not all(state.values()):
-                nothing = next(tensor.name for tensor, found in zip(tensors, state.values(), strict=True) if not found)
-                raise OptimizerStateError(f"the state has nothing for {nothing}")
+            state = {place: states[tensor.name] for place, tensor in enumerate(tensors)}
             (group,) = optimizer.state_dict()["param_groups"]
             group |= groups.get(tensors[0].name, {})
             optimizer.load_state_dict({"state": state, "param_groups": [group]})

@@ -1,0 +1,134 @@
+"""Every step stands exactly once, one step late, and a broken number stops the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bootstrap.volume import RunFolder
+from tests.runs import make_world
+from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, cut_after
+from trainer.world import World
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@pytest.fixture
+def world(control: dist.ProcessGroup) -> World:
+    return make_world(control)
+
+
+def record(step: int, loss: float = 0.5, norm: float | None = None) -> StepRecord:
+    return StepRecord(step, torch.tensor(loss), None if norm is None else torch.tensor(norm), 1e-4, images=4)
+
+
+def lines(folder: RunFolder) -> list[dict[str, float]]:
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+
+
+def test_a_step_is_written_when_the_next_is_under_way(folder: RunFolder, world: World) -> None:
+    metrics = Metrics(folder, 0, world)
+    metrics.record(record(1, 0.5, 2.0))
+    assert lines(folder) == []
+    metrics.record(record(2, 0.25, 1.0))
+    (line,) = lines(folder)
+    assert line.keys() == {"step", "loss", "lr", "images_per_s", "grad_norm"}
+    assert (line["step"], line["loss"], line["lr"], line["grad_norm"]) == (1, 0.5, 1e-4, 2.0)
+    metrics.flush()
+    metrics.flush()
+    assert [line["step"] for line in lines(folder)] == [1, 2]
+    metrics.close()
+
+
+def test_speed_counts_the_time_between_steps(
+    folder: RunFolder, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 101.0, 103.0, 163.0, 165.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    metrics = Metrics(folder, 0, world)  # 100
+    metrics.record(record(1))  # 101: 4 images in a second
+    metrics.record(record(2))  # 103: 4 in two
+    metrics.restart_clock()  # 163: a minute of sampling
+    metrics.record(record(3))  # 165
+    metrics.flush()
+    metrics.close()
+    assert [line["images_per_s"] for line in lines(folder)] == [4, 2, 2]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_written(
+    loss: float, folder: RunFolder, world: World
+) -> None:
+    metrics = Metrics(folder, 0, world)
+    metrics.record(record(1))
+    metrics.record(record(2, loss))
+    with pytest.raises(NonFiniteLossError, match="the loss of step 2 is"):
+        metrics.record(record(3))
+    metrics.close()
+    assert [line["step"] for line in lines(folder)] == [1]
+
+
+def test_a_flush_before_a_save_stops_it_too(folder: RunFolder, world: World) -> None:
+    metrics = Metrics(folder, 0, world)
+    metrics.record(record(1, math.nan))
+    with pytest.raises(NonFiniteLossError):
+        metrics.flush()
+    metrics.close()
+
+
+def test_so_does_a_gradient(folder: RunFolder, world: World) -> None:
+    metrics = Metrics(folder, 0, world)
+    metrics.record(record(1, 0.5, math.inf))
+    with pytest.raises(NonFiniteLossError, match="gradient of step 1 is inf"):
+        metrics.flush()
+    metrics.close()
+
+
+def test_other_processes_read_and_do_not_write(folder: RunFolder, control: dist.ProcessGroup) -> None:
+    metrics = Metrics(folder, 0, make_world(control, rank=1, size=2))
+    metrics.record(record(1))
+    metrics.record(record(2, math.nan))
+    with pytest.raises(NonFiniteLossError):
+        metrics.flush()
+    metrics.close()
+    assert list(folder.root.iterdir()) == []
+
+
+def test_going_on_from_a_state_cuts_what_lies_beyond_it(folder: RunFolder, world: World) -> None:
+    metrics = Metrics(folder, 0, world)
+    for step in range(1, 8):
+        metrics.record(record(step, loss=step))
+    metrics.flush()
+    metrics.close()
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 8, "lo')  # killed there
+    metrics = Metrics(folder, 5, world)
+    metrics.record(record(6, loss=60.0))
+    metrics.flush()
+    metrics.close()
+    assert [(line["step"], line["loss"]) for line in lines(folder)] == [*((s, s) for s in range(1, 6)), (6, 60)]
+    board = EventAccumulator(str(folder.tensorboard))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [*((s, s) for s in range(1, 6)), (6, 60)]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "nonsense\n", "[]\n7\n{}\n"])
+def test_cutting_a_file_that_holds_no_steps(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(content)
+    cut_after(path, 5)
+    assert path.read_text() == ""
+
+
+def test_cutting_no_file(tmp_path: Path) -> None:
+    cut_after(tmp_path / "metrics.jsonl", 5)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,40 @@
+"""The GPU kernel of ``round_stochastically``: one pass over memory. Imported only where there is a GPU (Triton needs one).
+
+Inductor computes with 64-bit keys and cannot compile the bit casts of the plain version (torch 2.11), hence by hand.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["count", "first", "key_1", "key_2"])
+def _round(source, target, count, first, key_1, key_2, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    value = tl.load(source + offsets, mask=inside, other=0.0)
+    bits = value.to(tl.uint32, bitcast=True)
+    index = (offsets + first).to(tl.uint32)
+    random = _mix(_mix(index ^ key_1.to(tl.uint32)) + key_2.to(tl.uint32)) & 0xFFFF
+    rounded = ((bits + random) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    rounded = tl.where(value == value, rounded, value.to(tl.bfloat16))  # a carry would turn a NaN into minus zero
+    tl.store(target + offsets, rounded, mask=inside)
+
+
+def round_on_gpu(source: torch.Tensor, first: int, key_1: int, key_2: int) -> torch.Tensor:
+    """``source`` (float32, contiguous) in bfloat16, bit for bit as the plain version on the CPU."""
+    target = torch.empty_like(source, dtype=torch.bfloat16)
+    count = source.numel()
+    _round[(triton.cdiv(count, BLOCK),)](source, target, count, first, key_1, key_2, BLOCK=BLOCK)
+    return target
