@@ -65,7 +65,6 @@ class Work:
     forward: float  # floating-point operations of an average image's forward pass
     sample_pixels: int  # of a sample; 0 without samples
     sample_forward: float  # floating-point operations of one denoising step of a sample
-    mixed_buckets: int = 0  # most buckets that one step may hold; a pass takes one bucket, so they make several
 
     @property
     def weights_file(self) -> int:
@@ -210,7 +209,7 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         # Gradients of the block at work; of two while a sharded one's are being summed up over the GPUs. All of
         # them, in shards, where the step waits for the whole model or for the last of several passes.
         gradients = block * (2 if way.sharded else 1)
-        if not way.in_backward or way.passes > 1 or work.mixed_buckets > way.processes:
+        if not way.in_backward or way.passes > 1:
             gradients += BF16 * work.trained // parts
         copies = UPDATE_COPIES * FP32 * work.largest
         streamed = 2 * work.optimizer * work.largest // work.trained  # one tensor's states at work, the next under way

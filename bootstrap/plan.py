@@ -24,7 +24,6 @@ from bootstrap.ways import (
     cpu_way,
     fastest,
     host_memory,
-    peak_of,
     refuse_contradictions,
     slowest,
     split_images,
@@ -90,7 +89,7 @@ class Prediction:
 def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
     """Raises PodError where this pod cannot run the job, JobError where an override of the job cannot be."""
     refuse_contradictions(job, base)
-    work = replace(estimate.work_of(job, base, image_sizes(job, data)), mixed_buckets=mixed_buckets(job, data))
+    work = estimate.work_of(job, base, image_sizes(job, data))
     if pod.gpus or base.parameters() >= CPU_PARAMETERS:
         gpus, why = choose_gpus(job, pod)
         way = choose_way(job, pod, work, gpus)
@@ -100,9 +99,6 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         way = cpu_way(job)
         device = Choice("device", "CPU", f"no GPU here; {work.weights / 1e6:.1f} M parameters need none")
     split = split_images(job.images_per_step, way.processes)
-    warnings = _warn_mixed(work, way, gpus)
-    if warnings:
-        work = replace(work, mixed_buckets=0)
     steps, per_epoch, length_reason = run_length(job, data)
     disk, disk_reason = disk_needed(job, work, steps)
     threads = max(1, pod.cpus // way.processes)
@@ -139,7 +135,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         choices=choices,
         warnings=(),
     )
-    warnings += [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
+    warnings = [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
     warnings += _warn_scaling(job, pod, work, gpus, way)
     return replace(plan, choices=(*choices, *_times(job, pod, base, data, plan)), warnings=tuple(warnings))
 
@@ -179,18 +175,19 @@ def image_sizes(job: Job, data: DataSummary) -> list[tuple[int, int, float]]:
     return [(side, side, float(count)) for side, count in Counter(sides).items()]
 
 
-def mixed_buckets(job: Job, data: DataSummary) -> int:
-    """Most buckets that one step may hold: what is left of buckets after their whole steps is joined to mixed ones."""
-    odd = sum(items % job.images_per_step > 0 for _, _, items in data.buckets)
-    return min(odd, job.images_per_step)
+def epoch_steps(job: Job, data: DataSummary) -> int:
+    """Steps of an epoch, which shows every item once: see trainer/order.py."""
+    if job.mixes_buckets or not data.buckets:
+        return max(1, math.ceil(data.items_per_epoch / job.images_per_step))
+    return sum(math.ceil(items / job.images_per_step) for _, _, items in data.buckets)
 
 
 def run_length(job: Job, data: DataSummary) -> tuple[int, int, str]:
     """Steps in all, steps per epoch, and the reason in words.
 
-    An epoch shows every item once; its last step is smaller where the images do not come out even.
+    Where the images do not come out even, the last step of an epoch (of a bucket, for full) is smaller.
     """
-    per_epoch = max(1, math.ceil(data.items_per_epoch / job.images_per_step))
+    per_epoch = epoch_steps(job, data)
     epoch = f"an epoch is {per_epoch} steps ({data.items_per_epoch} items, {job.images_per_step} a step)"
     if not data.items_per_epoch:
         epoch = "the data are not known yet"
@@ -294,20 +291,6 @@ def _warn_data(job: Job, data: DataSummary, plan: Plan) -> list[str]:
             f"for {plan.processes} processes, so that {idle:.0%} of the paid time is idle."
         )
     return warnings
-
-
-def _warn_mixed(work: Work, way: Arrangement, gpus: tuple[Gpu, ...]) -> list[str]:
-    """Steps of several buckets take several passes, and between those all gradients are kept."""
-    if not gpus or work.mixed_buckets <= way.processes:
-        return []
-    peak, plain = peak_of(work, way), peak_of(replace(work, mixed_buckets=0), way)
-    if peak == plain or peak <= usable_memory(gpus):
-        return []
-    return [
-        f"Some steps hold pictures of up to {work.mixed_buckets} sizes and take several passes, which need "
-        f"{in_gib(peak)} of the {in_gib(usable_memory(gpus))}: they may run out of memory. Use {work.mixed_buckets} "
-        "GPUs, a larger bucket_step (fewer sizes), or crop the pictures to one size."
-    ]
 
 
 def _warn_gpus(pod: Pod, gpus: tuple[Gpu, ...]) -> list[str]:

@@ -163,9 +163,6 @@ def choose_way(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...]) -> Arrange
     """The fastest way that fits; errors with figures where none does."""
     room = usable_memory(gpus)
     best = fastest(job, pod, work, slowest(gpus), len(gpus), room)
-    if best is None and work.mixed_buckets:  # rather run out of memory in a few odd steps (warned of) than not at all
-        work = replace(work, mixed_buckets=0)
-        best = fastest(job, pod, work, slowest(gpus), len(gpus), room)
     if best is None and _overridden(job):  # an override may use what is kept back for fragmentation
         best = fastest(job, pod, work, slowest(gpus), len(gpus), min(gpu.memory for gpu in gpus))
     if best is not None:

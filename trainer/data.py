@@ -19,7 +19,7 @@ from bootstrap.dataset import Item
 from bootstrap.run_file import RunFile
 from jobs.schema import Job
 from trainer.flow import image_ids, noise_level, pack
-from trainer.order import Pass, Step, epoch_order, share_out, steps_per_epoch
+from trainer.order import Pass, Step, epoch_order, share_out
 from trainer.randomness import Use, draw
 
 AHEAD = 3  # steps prepared in advance
@@ -74,11 +74,11 @@ class TrainingData:
         self.threads = max(1, run.plan.workers)
         self.pin = run.plan.device == "cuda"
         self.buckets = [item.bucket for item in items]
-        self.steps_per_epoch = steps_per_epoch(items, self.job.images_per_step)
+        self.steps_per_epoch = run.plan.steps_per_epoch
         self.cache = Cache(run.cache)
         self.empty_caption = text_key("", run.weights, self.job.t5_mask)
         self._epoch = lru_cache(maxsize=2)(
-            lambda epoch: epoch_order(items, self.job.seed, epoch, self.job.images_per_step)
+            lambda epoch: epoch_order(items, self.job.seed, epoch, self.job.images_per_step, self.job.mixes_buckets)
         )
 
     def step(self, index: int) -> Step:

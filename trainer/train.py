@@ -136,7 +136,8 @@ class Training:
     def take_step(self, step: int, data: StepData) -> StepRecord:
         """One optimizer update from this process's passes; the loss is the mean over all the step's images."""
         job, world = self.run.job, self.world
-        learning_rate = job.learning_rate * self.schedule(step)
+        # A step of fewer images moves the weights less, so that every image counts the same.
+        learning_rate = job.learning_rate * self.schedule(step) * data.images / job.images_per_step
         self.optimizer.begin_step(step, learning_rate)
         total = torch.zeros((), device=world.device)
         for number, batch in enumerate(data.batches, start=1):

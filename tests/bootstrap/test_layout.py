@@ -100,7 +100,10 @@ def test_a_full_width_file_loads_in_diffusers(tmp_path: Path) -> None:
     config.parent.mkdir()
     config.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"} | ONE_OF_EACH.config()))
     model = FluxTransformer2DModel.from_single_file(
-        str(tmp_path / "model.safetensors"), config=str(config.parent), torch_dtype=torch.bfloat16, local_files_only=True
+        str(tmp_path / "model.safetensors"),
+        config=str(config.parent),
+        torch_dtype=torch.bfloat16,
+        local_files_only=True,
     )
     loaded = dict(model.named_parameters())
     assert loaded.keys() == state.keys()

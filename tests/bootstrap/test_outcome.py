@@ -19,7 +19,9 @@ def test_an_outcome_comes_back(tmp_path: Path) -> None:
     assert Outcome.read(tmp_path / "outcome.json") == outcome
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"code": 0}', '{"code": 0, "reason": "", "step": 1, "x": 2}'])
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", '{"code": 0}', '{"code": 0, "reason": "", "step": 1, "x": 2}']
+)
 def test_no_outcome_is_a_crash(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "outcome.json"
     if content is not None:

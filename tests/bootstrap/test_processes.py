@@ -19,7 +19,11 @@ from bootstrap.volume import read_json, write_json
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
+    command = [
+        sys.executable,
+        "-c",
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+    ]
     with subprocess.Popen(command) as process:
         yield process
         process.kill()
@@ -62,9 +66,7 @@ def others(record: dict[str, object]) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("case", others({"started": 1}))
-def test_a_record_of_another_process_harms_nobody(
-    case: str, tmp_path: Path, child: subprocess.Popen[bytes]
-) -> None:
+def test_a_record_of_another_process_harms_nobody(case: str, tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
     record_process(tmp_path, "trainer-0", child.pid)
     write_json(tmp_path / "trainer-0.json", others(read_json(tmp_path / "trainer-0.json"))[case])
     assert living(tmp_path) == {}

@@ -83,7 +83,9 @@ def test_patches_are_those_of_the_pipeline() -> None:
 
 def test_positions_are_those_of_the_pipeline() -> None:
     for height, width in ((6, 10), (10, 6), (64, 64)):
-        expected = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, torch.device("cpu"), torch.float32)
+        expected = FluxPipeline._prepare_latent_image_ids(
+            1, height // 2, width // 2, torch.device("cpu"), torch.float32
+        )
         assert torch.equal(image_ids(height, width), expected)
 
 

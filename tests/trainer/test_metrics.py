@@ -49,9 +49,7 @@ def test_a_step_is_written_when_the_next_is_under_way(folder: RunFolder, world: 
     metrics.close()
 
 
-def test_speed_counts_the_time_between_steps(
-    folder: RunFolder, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_counts_the_time_between_steps(folder: RunFolder, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 101.0, 103.0, 163.0, 165.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     metrics = Metrics(folder, 0, world)  # 100

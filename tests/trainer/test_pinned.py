@@ -32,7 +32,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_states_are_zeros_of_their_shapes_in_one_slab(registered: list[tuple[int, int]]) -> None:
     states = move_to_host(SIZES)
     ((address, size),) = registered
-    assert size == 2 * 512 + 512, "768 bytes of the largest, 12 and 20 of the others"
+    assert size == 1024 + 512 + 512, "of 768, 12 and 20 bytes, and none of an empty one"
     for name, group in SIZES.items():
         for key, like in group.items():
             state = states[name][key]

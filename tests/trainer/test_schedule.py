@@ -25,7 +25,10 @@ def curve(steps: int, **keys: Any) -> list[float]:
         ({"schedule": "linear"}, [1, 0.75, 0.5, 0.25, 0]),
         ({"schedule": "linear", "schedule_args": {"end": 0.2}}, [1, 0.8, 0.6, 0.4, 0.2]),
         ({"schedule": "cosine"}, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
-        ({"schedule": "cosine", "schedule_args": {"end": 0.5}}, [1, 0.75 + math.sqrt(0.5) / 4, 0.75, 0.75 - math.sqrt(0.5) / 4, 0.5]),
+        (
+            {"schedule": "cosine", "schedule_args": {"end": 0.5}},
+            [1, 0.75 + math.sqrt(0.5) / 4, 0.75, 0.75 - math.sqrt(0.5) / 4, 0.5],
+        ),
         ({"schedule": "cosine_with_restarts", "schedule_args": {"cycles": 2}}, [1, 0.5, 1, 0.5, 0]),
         ({"schedule": "polynomial"}, [1, 9 / 16, 1 / 4, 1 / 16, 0]),
         ({"schedule": "polynomial", "schedule_args": {"power": 1, "end": 0.5}}, [1, 0.875, 0.75, 0.625, 0.5]),
