@@ -57,7 +57,9 @@ def prepare(case: Case, volume: Volume) -> RunFile:
     )
     weights = stand_in(volume)
     bucket = (case.size, case.size)
-    items = tuple(Item(f"{i}.png", f"{i}", f"image {i}", 1, *bucket, bucket) for i in range(max(8, job.images_per_step)))
+    items = tuple(
+        Item(f"{i}.png", f"{i}", f"image {i}", 1, *bucket, bucket) for i in range(max(8, job.images_per_step))
+    )
     items = with_keys(items, weights, job.t5_mask)
     plan = make_plan(job, read_pod(volume.root), weights.shape, Dataset(items, len(items), len(items), ()).summary())
     run = RunFile(job, plan, weights, volume.root)
@@ -70,7 +72,9 @@ def stand_in(volume: Volume) -> Weights:
     vae = volume.models / "vae"
     write_json(vae / "config.json", {"shift_factor": 0.1159, "scaling_factor": 0.3611})
     nothing = volume.models / "none"
-    return Weights((), "bfl", nothing, FluxShape(), vae, nothing, nothing, nothing, nothing, nothing, TEXT_TOKENS, "", "")
+    return Weights(
+        (), "bfl", nothing, FluxShape(), vae, nothing, nothing, nothing, nothing, nothing, TEXT_TOKENS, "", ""
+    )
 
 
 def write_cache(items: tuple[Item, ...], run: RunFile) -> None:

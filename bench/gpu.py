@@ -1,7 +1,7 @@
-"""``make bench``: speed and memory of real-size FLUX on this machine's GPU, through the product's own trainer; one table.
+"""``make bench``: speed and memory of real-size FLUX on this machine's GPU, through the product's own trainer.
 
-Every figure is of whole steps: data, forward, backward, optimizer, logging. Seconds differ from machine to machine; the share
-of the card's own matrix-product ceiling, measured in the same process, can be compared.
+One table. Every figure is of whole steps: data, forward, backward, optimizer, logging. Seconds differ from machine to
+machine; the share of the card's own matrix-product ceiling, measured in the same process, can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.cases import CASES
 
-COLUMNS = "case                     s/step  img/s  TFLOP/s  ceiling  share  GiB alloc  reserved  planned  1st step  finite  kohya s"
+COLUMNS = f"{'case':24} s/step  img/s  TFLOP/s  ceiling  share  GiB alloc  reserved  planned  1st step  finite  kohya s"
 
 
 def main() -> int:
@@ -44,14 +44,26 @@ def check_gradients() -> bool:
     for size in (512, 768, 1024):
         right, error = check(size)
         ok &= right
-        print(f"gradients at {size} px: {'right' if right else 'WRONG'} (error {error:.1e}, allowed {TOLERANCE:.0e})", flush=True)
+        print(
+            f"gradients at {size} px: {'right' if right else 'WRONG'} (error {error:.1e}, allowed {TOLERANCE:.0e})",
+            flush=True,
+        )
     return ok
 
 
 def run_case(name: str, folder: Path, save: bool) -> tuple[dict[str, object] | None, str]:
     from entrypoint.launch import free_port
 
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--num_machines", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--use_fsdp",
+        "--fsdp_version",
+        "2",
+        "--num_machines",
+        "1",
+    ]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", "1"]
     command += ["--main_process_port", str(free_port()), "-m", "bench.case", name, str(folder), *(["--save"] * save)]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}

@@ -1,6 +1,7 @@
-"""Whether one double and one single block of full width get right gradients on this card, in bf16, as the trainer runs them.
+"""Whether one double and one single block of full width get right gradients on this card, in bf16, as in training.
 
-The reference is the same model in float32 with plain matrix attention. Fast and wrong was met once: see trainer/train.py.
+The reference is the same model in float32 with plain matrix attention. Fast and wrong was met once: see
+trainer/train.py.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
     kept = {name: value for name, value in environment.items() if not _SECRET.fullmatch(name.upper())}
     kept |= {
         "ACCELERATE_USE_CPU": "1" if plan.device == "cpu" else "0",
+        "HF_HOME": str(run.cache / "huggingface"),  # not the home's, where a launcher's own settings may lie
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(plan.threads),
         "PYTHONUNBUFFERED": "1",
@@ -72,7 +73,6 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
         "TRITON_CACHE_DIR": str(run.cache / "triton"),
     }
     if plan.device == "cuda":
-        kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order, whose numbers the plan has
         kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the plan's numbers are nvidia-smi's
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in plan.gpus)
         kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -150,7 +150,7 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     number = -status
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return f"killed by {name}: usually the host's memory ran out"
     return f"ended by {name}"

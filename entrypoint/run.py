@@ -1,12 +1,11 @@
 """One job from its file to its outcome: load, look at the pod, fetch, scan, plan, encode, launch.
 
-Data goes one way; each step is one function of bootstrap or one child process. What stands on the volume is all that the
-next start needs.
+Data goes one way; each step is one function of bootstrap or one child process. What stands on the volume is all that
+the next start needs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from bootstrap.pod import read_pod
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, newest_whole, resume_problems
 from bootstrap.volume import RunFolder, Volume, write_atomically
-from bootstrap.weights import Weights, fetch_weights
+from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
 from entrypoint.launch import Stop, describe_exit, encoder_command, end_leftovers, run_children, trainer_command
 from entrypoint.progress import Tail, TrainingProgress
@@ -40,7 +39,13 @@ from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
 LAST_LINES = 50  # of the log, shown when something fails
-PHASES: dict[int, Phase] = {DONE: "done", JOB_WRONG: "held", POD_WRONG: "held", ACCESS_REFUSED: "held", STOPPED: "pending"}
+PHASES: dict[int, Phase] = {
+    DONE: "done",
+    JOB_WRONG: "held",
+    POD_WRONG: "held",
+    ACCESS_REFUSED: "held",
+    STOPPED: "pending",
+}
 
 Say = Callable[[str], None]
 
@@ -177,7 +182,9 @@ def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
         raise JobError(problems)
     running.say(f"going on at step {state.step} of {plan.steps}")
     if state.manifest.processes != plan.processes:
-        running.say(f"saved on {state.manifest.processes} processes, going on with {plan.processes}: nothing else changes")
+        running.say(
+            f"saved on {state.manifest.processes} processes, going on with {plan.processes}: nothing else changes"
+        )
     return state
 
 

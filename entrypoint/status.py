@@ -42,4 +42,7 @@ class StatusFile:
     def tell(self, phase: Phase, message: str, *, step: int = 0, steps: int = 0, code: int | None = None) -> None:
         self._heartbeat += 1
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        write_json(self.path, asdict(Status(phase, message, step, steps, code, self._heartbeat, now)))
+        try:
+            write_json(self.path, asdict(Status(phase, message, step, steps, code, self._heartbeat, now)))
+        except OSError as error:  # a full disk must not end a healthy training for want of a status
+            print(f"status: {self.path} was not written: {error}", flush=True)

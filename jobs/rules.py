@@ -152,7 +152,7 @@ def doubts(job: Job) -> list[Finding]:
 
 
 def _rate(job: Job) -> Iterator[Finding]:
-    if "." in job.optimizer:  # another optimizer has its own scale
+    if "." in job.optimizer or job.base.startswith("flux-tiny"):  # another optimizer, or a toy, has its own scale
         return
     prodigy = job.optimizer == "Prodigy"
     low, high = _PRODIGY_RATES if prodigy else _RATES[job.method]

@@ -462,8 +462,8 @@ class Job(Section):
     def mixes_buckets(self) -> bool:
         """Whether what is left over in the buckets shares steps; else each bucket's rest is a smaller step of its own.
 
-        A mixed step takes a pass for every bucket and keeps the gradients in between: nothing for an adapter, 22 GiB for
-        a full model. It hangs on the job alone, so that the steps are the same on any number of GPUs.
+        A mixed step takes a pass for every bucket and keeps the gradients in between: nothing for an adapter, 22 GiB
+        for a full model. It hangs on the job alone, so that the steps are the same on any number of GPUs.
         """
         return self.method == "lora"
 

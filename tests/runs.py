@@ -1,4 +1,4 @@
-"""What a test of one part needs of the others: a job, a plan, weights and a run, with anything in them set by keyword."""
+"""What a test of one part needs of the others: a job, a plan, weights, a run; anything in them set by keyword."""
 
 from __future__ import annotations
 

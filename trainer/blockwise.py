@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from bitsandbytes import functional as kernels
 
+from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.optimizer import Optimizer, OptimizerStateError, Piece, SavedOptimizer
 from trainer.pinned import move_to_host
@@ -37,9 +38,8 @@ class Blockwise(Optimizer):
         self.betas = tuple(float(beta) for beta in arguments.pop("betas"))
         self.eps, self.weight_decay = float(arguments.pop("eps")), float(arguments.pop("weight_decay"))
         if arguments:
-            raise ValueError(
-                f"optimizer_args: {job.optimizer} takes betas, eps and weight_decay, not {', '.join(arguments)}"
-            )
+            told = f"{job.optimizer} does not take {', '.join(arguments)}"
+            raise JobError([Problem(told, "It takes betas and eps", key="optimizer_args")])
         self.names = ("state1", "state2") if kernel == "adam" else ("state1",)
         device = self.tensors[0].weight.device
         self.streams = host and device.type == "cuda"

@@ -229,4 +229,5 @@ def publish_output(state: State, target: Path) -> None:
             copy.flush()
             os.fsync(copy.fileno())
     part.replace(target)
+    part.unlink(missing_ok=True)  # rename does nothing where both are links to the same file
     flush_folder(target.parent)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bootstrap.plan import Plan
+from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.blockwise import Blockwise
 from trainer.optimizer import Optimizer
@@ -32,10 +33,10 @@ WHOLE_MODEL = ("Prodigy",)  # one rate is estimated from all tensors
 
 
 def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: World) -> Optimizer:
-    """Raises ValueError for arguments that the optimizer does not take, ImportError for a path that leads nowhere."""
+    """Raises JobError for an import path that leads nowhere, and for arguments that the optimizer does not take."""
     if job.optimizer in BLOCKWISE:
         return Blockwise(tensors, job, host=plan.optimizer_states == "host", **BLOCKWISE[job.optimizer])
-    kind = imported(CLASSES.get(job.optimizer, job.optimizer))
+    kind = imported(CLASSES.get(job.optimizer, job.optimizer), "optimizer")
     arguments = dict(job.optimizer_args)
     if "weight_decay" in inspect.signature(kind).parameters:
         arguments = {"weight_decay": job.weight_decay} | arguments
@@ -48,5 +49,6 @@ def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: Worl
 def _make(kind: Any, job: Job, arguments: dict[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     try:
         return kind(parameters, lr=job.learning_rate, **arguments)
-    except TypeError as error:
-        raise ValueError(f"optimizer_args: {job.optimizer} does not take these: {error}") from error
+    except (TypeError, ValueError) as error:
+        told = f"{job.optimizer} does not take these ({error})"
+        raise JobError([Problem(told, "See that optimizer's documentation", key="optimizer_args")]) from error

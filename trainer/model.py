@@ -106,7 +106,7 @@ def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) 
     At most one tensor is in host memory beside the model.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    assert {source.parameter for source in sources} == set(parameters)  # memory that nothing fills holds anything
+    assert {source.parameter for source in places} == set(parameters)  # memory that nothing fills holds anything
     by_file: dict[Path, list[Source]] = defaultdict(list)
     for source in places:
         by_file[source.path].append(source)

@@ -41,10 +41,10 @@ class Pass:
 def epoch_order(items: Sequence[Ordered], seed: int, epoch: int, images_per_step: int, mix: bool) -> list[Step]:
     """The steps of one epoch, which together hold every item exactly ``repeats`` times.
 
-    As many steps as can be are of one bucket, and no picture is dropped because its bucket is small. With ``mix`` what is
-    left over in the buckets is joined to steps of several buckets, and at most the epoch's last step is smaller. Without,
-    each bucket's rest is a smaller step of its own, so that every step is one bucket and can be one pass: a full model on
-    one card has no room to keep gradients between passes. The trainer weighs a smaller step by its images.
+    As many steps as can be are of one bucket, and no picture is dropped because its bucket is small. With ``mix`` what
+    is left over in the buckets is joined to steps of several, and at most the epoch's last step is smaller. Without,
+    each bucket's rest is a smaller step of its own, so that every step can be one pass: a full model on one card has no
+    room to keep gradients between passes. The trainer weighs a smaller step by its images.
     """
     # Raw numbers, not Generator.permutation: numpy keeps the former from version to version, not the latter.
     source = np.random.Philox(key=[seed, _ORDER + epoch])

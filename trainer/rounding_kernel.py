@@ -1,4 +1,4 @@
-"""The GPU kernel of ``round_stochastically``: one pass over memory. Imported only where there is a GPU (Triton needs one).
+"""The GPU kernel of ``round_stochastically``: one pass over memory. Imported only where there is a GPU.
 
 Inductor computes with 64-bit keys and cannot compile the bit casts of the plain version (torch 2.11), hence by hand.
 """
@@ -20,8 +20,8 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count", "first", "key_1", "key_2"])
-def _round(source, target, count, first, key_1, key_2, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _round(source, target, count, first, key_1, key_2, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = offsets < count
     value = tl.load(source + offsets, mask=inside, other=0.0)
     bits = value.to(tl.uint32, bitcast=True)
@@ -36,5 +36,5 @@ def round_on_gpu(source: torch.Tensor, first: int, key_1: int, key_2: int) -> to
     """``source`` (float32, contiguous) in bfloat16, bit for bit as the plain version on the CPU."""
     target = torch.empty_like(source, dtype=torch.bfloat16)
     count = source.numel()
-    _round[(triton.cdiv(count, BLOCK),)](source, target, count, first, key_1, key_2, BLOCK=BLOCK)
+    _round[(triton.cdiv(count, BLOCK),)](source, target, count, first, key_1, key_2, block=BLOCK)
     return target

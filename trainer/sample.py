@@ -1,7 +1,7 @@
 """Pictures drawn during training, by the stock pipeline from the live weights.
 
-They are what diffusers draws from the saved file with the same prompt, seed, steps and guidance. Drawing uses generators of
-its own and changes no later step. All processes take part: a sharded model can only run on all of them at once.
+They are what diffusers draws from the saved file with the same prompt, seed, steps and guidance. Drawing uses
+generators of its own and changes no later step. All processes take part: a sharded model runs on all of them at once.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
 Schedule = Callable[[int], float]
@@ -42,24 +43,34 @@ SHAPES: dict[str, Callable[..., float]] = {
 }
 
 
-def imported(path: str) -> Any:
-    """What an import path names. Raises ImportError or AttributeError."""
+def imported(path: str, key: str) -> Any:
+    """What an import path names. Raises JobError, naming the job's ``key``, where it leads nowhere."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        remedy = "Check the spelling; your own modules go into python/ on the volume"
+        raise JobError([Problem(f"{path} cannot be imported ({error})", remedy, key=key)]) from error
 
 
 def make_schedule(job: Job, steps: int) -> Schedule:
-    """The factor at each of ``steps`` steps: a linear rise over ``warmup`` steps, then the named shape to the end.
+    """The factor at each of ``steps`` steps: a linear rise over ``warmup`` steps, then the named shape.
 
     The first step of a warm-up of w trains at 1/w, the w-th at 1. A shape by import path is called as
-    ``shape(progress, **schedule_args)`` with a progress from 0 at the end of warm-up to 1 at the last step.
+    ``shape(progress, **schedule_args)``; progress is 0 at the end of warm-up and would be 1 one step after the last, so
+    that no step trains at nothing. Raises JobError where it does not take the arguments.
     """
-    shape = SHAPES.get(job.schedule) or imported(job.schedule)
+    shape = SHAPES.get(job.schedule) or imported(job.schedule, "schedule")
 
     def factor(step: int) -> float:
         if step < job.warmup:
             return (step + 1) / job.warmup
-        progress = (step - job.warmup) / max(1, steps - 1 - job.warmup)
+        progress = (step - job.warmup) / max(1, steps - job.warmup)
         return float(shape(min(1.0, progress), **job.schedule_args))
 
+    try:
+        factor(steps - 1)
+    except (TypeError, ValueError) as error:
+        told = f"{job.schedule} does not work with these ({error})"
+        raise JobError([Problem(told, "Check schedule_args", key="schedule_args")]) from error
     return factor

@@ -23,6 +23,7 @@ from diffusers import FluxTransformer2DModel
 from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, read_state
+from jobs.problem import JobError
 from trainer.adapter import AdapterError
 from trainer.checkpoint import NonFiniteError, load_adapter, load_optimizer, publish_output, save_state
 from trainer.data import Latents, StepData, TrainingData
@@ -38,8 +39,8 @@ from trainer.world import World, join_world
 
 log = logging.getLogger(__name__)
 
-# Attention by cuDNN, SDPA's own choice on Hopper, gives this model NaN gradients (measured on an H200 with torch 2.11; its
-# output gradient comes with other strides than its output); flash attention is right there. So cuDNN is off.
+# Attention by cuDNN, SDPA's own choice on Hopper, gives this model NaN gradients (measured on an H200 with torch 2.11;
+# its output gradient comes with other strides than its output); flash attention is right there. So cuDNN is off.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 # Seconds between TERM and KILL that a save may take. Platforms give 5 to 30; the launcher gives its workers 30.
@@ -109,10 +110,8 @@ class Training:
             load_optimizer(state, optimizer)
         start = state.step if state else 0
         schedule = make_schedule(job, plan.steps)
-        sampler = Sampler(run, model, world)
-        training = cls(
-            run, world, state, data, model, tensors, optimizer, schedule, Metrics(run.folder, start, world), sampler, start
-        )
+        metrics, sampler = Metrics(run.folder, start, world), Sampler(run, model, world)
+        training = cls(run, world, state, data, model, tensors, optimizer, schedule, metrics, sampler, start)
         if plan.optimizer_in_backward:
             training.step_in_backward()
         return training
@@ -238,7 +237,7 @@ def latents_of(vae: Path) -> Latents:
 def failure(error: BaseException, step: int) -> Outcome:
     """What an error means: whose it is, and what to do."""
     text = f"{error}"
-    if isinstance(error, (AdapterError, OptimizerStateError, StateError)):
+    if isinstance(error, (JobError, AdapterError, OptimizerStateError, StateError)):
         return Outcome(JOB_WRONG, text, step)
     if isinstance(error, torch.cuda.OutOfMemoryError):
         ways = "lower plan.images_per_pass, set plan.checkpointing: true, or take a Paged optimizer"

@@ -230,7 +230,7 @@ def test_another_rank_is_told() -> None:
 def test_a_missing_layer_is_told() -> None:
     more = trained(adapted(Lora(rank=4, targets="all-linear")))
     less = trained(adapted(Lora(rank=4, targets="attention")))
-    with pytest.raises(AdapterError, match="the adapter has no lora_unet_.*lora_down"):
+    with pytest.raises(AdapterError, match=r"the adapter has no lora_unet_.*lora_down"):
         from_kohya(to_kohya(less, 4.0), list(more), rank=4)
 
 

@@ -1,0 +1,57 @@
+"""status.json: whole at any moment, and alive."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bootstrap.volume import read_json
+from entrypoint.status import Status, StatusFile
+
+
+def test_a_status_is_told_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "test" / "status.json"
+    StatusFile(path).tell("training", "training", step=7, steps=20)
+    status = Status.read(path)
+    assert status is not None
+    assert (status.phase, status.message, status.step, status.steps, status.code) == (
+        "training",
+        "training",
+        7,
+        20,
+        None,
+    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", status.updated)
+
+
+def test_every_write_is_a_heartbeat_over_restarts_too(tmp_path: Path) -> None:
+    """Clocks of two machines never agree; a counter that grows does."""
+    path = tmp_path / "status.json"
+    beats = []
+    for _ in range(2):
+        file = StatusFile(path)
+        for _ in range(3):
+            file.tell("preparing", "data")
+            beats.append(read_json(path)["heartbeat"])
+    assert beats == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_end_has_its_code(tmp_path: Path) -> None:
+    StatusFile(tmp_path / "status.json").tell("held", "the job is wrong", code=64)
+    assert read_json(tmp_path / "status.json")["code"] == 64
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", '{"phase": "done"}', '{"phase": "done", "message": "", "mood": 1}']
+)
+def test_a_damaged_status_is_none_and_is_replaced(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    if content is not None:
+        path.write_text(content)
+    assert Status.read(path) is None
+    StatusFile(path).tell("pending", "")
+    status = Status.read(path)
+    assert status is not None
+    assert status.heartbeat == 1

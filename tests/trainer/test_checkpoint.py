@@ -1,0 +1,186 @@
+"""A state is whole or not there, holds the trainer's very numbers, and takes them back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bootstrap.bases import FLUX_TINY
+from bootstrap.flux_tiny import SINGLE_FILE
+from bootstrap.run_file import RunFile
+from bootstrap.state import MANIFEST, MODEL_FILE, OPTIMIZER_FILE, State, list_states, newest_whole, read_state, verify
+from bootstrap.tensor_files import read_header, read_tensors
+from tests.runs import make_job, make_run, make_weights, make_world
+from trainer import checkpoint
+from trainer.checkpoint import NonFiniteError, load_adapter, load_optimizer, publish_output, save_state
+from trainer.make_optimizer import make_optimizer
+from trainer.model import build_model, fill, sources
+from trainer.optimizer import Optimizer
+from trainer.trained import Trained, trained_tensors
+from trainer.world import World
+
+Setup = tuple[RunFile, list[Trained], Optimizer]
+LORA = {"method": "lora", "lora": {"rank": 4, "alpha": 2}}
+
+
+@pytest.fixture
+def world(control: dist.ProcessGroup) -> World:
+    return make_world(control)
+
+
+@pytest.fixture
+def set_up(flux_tiny: Path, tmp_path: Path, world: World) -> Callable[..., Setup]:
+    def make(**keys: Any) -> Setup:
+        run = make_run(tmp_path, make_job(**keys), make_weights(flux_tiny))
+        places = sources(FLUX_TINY, [flux_tiny / SINGLE_FILE], "bfl")
+        model = build_model(run.job, run.plan, FLUX_TINY, world, lambda model: fill(model, places, world))
+        tensors = trained_tensors(model, 0, 1)
+        return run, tensors, make_optimizer(tensors, run.job, run.plan, world)
+
+    return make
+
+
+def take_steps(tensors: list[Trained], optimizer: Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.begin_step(step, 1e-3)
+        for number, tensor in enumerate(tensors):
+            generator = torch.Generator().manual_seed(1000 * step + number)
+            tensor.parameter.grad = torch.randn(tensor.shape, generator=generator).to(tensor.weight.dtype)
+        optimizer.finish_step()
+
+
+def save(setup: Setup, step: int, world: World) -> State:
+    run, tensors, optimizer = setup
+    return save_state(run, world, step, tensors, optimizer, {"modelspec.title": "test"})
+
+
+def test_a_full_state_before_any_step_is_the_base_file(
+    set_up: Callable[..., Setup], flux_tiny: Path, world: World
+) -> None:
+    state = save(set_up(), 1, world)
+    base, saved = read_tensors(flux_tiny / SINGLE_FILE), read_tensors(state.model)
+    assert saved.keys() == base.keys()
+    assert all(torch.equal(saved[name], base[name]) for name in base)
+    assert read_header(state.model).metadata == {"modelspec.title": "test"}
+
+
+@pytest.mark.parametrize("keys", [{}, LORA, {"optimizer": "AdamW"}, LORA | {"optimizer": "Prodigy"}])
+def test_what_is_saved_is_whole_and_found(keys: dict[str, Any], set_up: Callable[..., Setup], world: World) -> None:
+    run, tensors, optimizer = set_up(**keys)
+    take_steps(tensors, optimizer, 0, 2)
+    state = save((run, tensors, optimizer), 2, world)
+    assert sorted(path.name for path in state.path.iterdir()) == sorted([MODEL_FILE, OPTIMIZER_FILE, MANIFEST])
+    assert read_state(state.path) == state
+    verify(state)
+    assert newest_whole(run.folder.states) == (state, [])
+    assert [path.name for path in run.folder.states.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("keys", [LORA, LORA | {"optimizer": "Prodigy"}, LORA | {"optimizer": "AdamW8bit"}])
+def test_an_adapter_goes_on_from_a_state(keys: dict[str, Any], set_up: Callable[..., Setup], world: World) -> None:
+    run, straight, optimizer = set_up(**keys)
+    take_steps(straight, optimizer, 0, 2)
+    state = save((run, straight, optimizer), 2, world)
+    take_steps(straight, optimizer, 2, 4)
+    _, tensors, again = set_up(**keys)
+    load_adapter(state, tensors, 4)
+    load_optimizer(read_state(state.path), again)
+    take_steps(tensors, again, 2, 4)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(tensors, straight, strict=True))
+
+
+def test_a_full_model_goes_on_from_a_state(set_up: Callable[..., Setup], flux_tiny: Path, world: World) -> None:
+    run, straight, optimizer = set_up()
+    take_steps(straight, optimizer, 0, 2)
+    state = save((run, straight, optimizer), 2, world)
+    take_steps(straight, optimizer, 2, 4)
+    places = sources(FLUX_TINY, [state.model], "bfl")
+    model = build_model(run.job, run.plan, FLUX_TINY, world, lambda model: fill(model, places, world))
+    tensors = trained_tensors(model, 0, 1)
+    again = make_optimizer(tensors, run.job, run.plan, world)
+    load_optimizer(state, again)
+    take_steps(tensors, again, 2, 4)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(tensors, straight, strict=True))
+
+
+def test_older_states_are_thinned_after_the_new_one_stands(set_up: Callable[..., Setup], world: World) -> None:
+    setup = set_up(save={"states": 1, "weights": 2})
+    for step in (1, 2, 3):
+        save(setup, step, world)
+    states, notes = list_states(setup[0].folder.states)
+    assert [(state.step, state.resumable) for state in states] == [(2, False), (3, True)]
+    assert notes == []
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_no_number_is_never_saved(value: float, set_up: Callable[..., Setup], world: World) -> None:
+    """P06: such a file saves and loads without complaint elsewhere."""
+    setup = set_up(**LORA)
+    before = save(setup, 1, world)
+    setup[1][3].weight.view(-1)[0] = value
+    with pytest.raises(NonFiniteError, match="holds NaN or infinity"):
+        save(setup, 2, world)
+    assert newest_whole(setup[0].folder.states) == (before, [])
+    assert [path.name for path in setup[0].folder.states.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("place", ["_create", "_write_pieces", "write_manifest", "read_state"])
+def test_a_disk_that_does_not_take_it_leaves_the_older_state(
+    place: str, set_up: Callable[..., Setup], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = set_up(**LORA)
+    before = save(setup, 1, world)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, place, full)
+    with pytest.raises(OSError, match="No space"):
+        save(setup, 2, world)
+    assert [path.name for path in setup[0].folder.states.iterdir()] == ["step-000001"]
+    assert newest_whole(setup[0].folder.states) == (before, [])
+
+
+def test_a_leftover_of_a_kill_is_no_hindrance(set_up: Callable[..., Setup], world: World) -> None:
+    setup = set_up(**LORA)
+    for name in (".step-000001.part", "step-000001"):
+        (setup[0].folder.states / name).mkdir(parents=True)
+        (setup[0].folder.states / name / MODEL_FILE).write_bytes(b"half")
+    state = save(setup, 1, world)
+    verify(state)
+    assert [path.name for path in setup[0].folder.states.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_output_is_the_states_weights_and_outlives_it(
+    links: bool, set_up: Callable[..., Setup], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = save(set_up(**LORA), 1, world)
+    expected = state.model.read_bytes()
+    if not links:
+
+        def refuse(*_: object) -> None:
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    target = tmp_path / "output" / "test.safetensors"
+    for _ in range(2):  # a longer run replaces it
+        publish_output(state, target)
+    assert (os.stat(target).st_ino == os.stat(state.model).st_ino) == links
+    state.model.unlink()
+    assert target.read_bytes() == expected
+    assert [path.name for path in target.parent.iterdir()] == ["test.safetensors"]
+
+
+def test_the_manifest_tells_how_it_was_trained(set_up: Callable[..., Setup], world: World) -> None:
+    run, tensors, optimizer = set_up(**LORA)
+    manifest = save((replace(run, plan=replace(run.plan, processes=1)), tensors, optimizer), 7, world).manifest
+    assert (manifest.step, manifest.method, manifest.lora, manifest.optimizer) == (7, "lora", run.job.lora, "AdamW")
+    assert manifest.versions["torch"].startswith(torch.__version__.split("+")[0])
