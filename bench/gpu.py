@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from bench.cases import CASES
+from entrypoint.launch import launcher_command
 
 COLUMNS = f"{'case':24} s/step  img/s  TFLOP/s  ceiling  share  GiB alloc  reserved  planned  1st step  finite  kohya s"
 
@@ -52,20 +53,7 @@ def check_gradients() -> bool:
 
 
 def run_case(name: str, folder: Path, save: bool) -> tuple[dict[str, object] | None, str]:
-    from entrypoint.launch import free_port
-
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--use_fsdp",
-        "--fsdp_version",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", "1"]
-    command += ["--main_process_port", str(free_port()), "-m", "bench.case", name, str(folder), *(["--save"] * save)]
+    command = [*launcher_command(1), "-m", "bench.case", name, str(folder), *(["--save"] * save)]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     result = folder / f"{name}.json"
@@ -77,8 +65,8 @@ def render(row: dict[str, object]) -> str:
     kohya = f"{r['kohya_seconds']:7.2f}" if "kohya_seconds" in r else "      -"
     return (
         f"{row['case']:24} {r['seconds_per_step']:6.3f} {r['images_per_second']:6.2f} {r['model_tflops']:8.0f} "
-        f"{r['ceiling_tflops']:8.0f} {r['share_of_ceiling']:6.1%} {r['peak_allocated_gib']:10.1f} {r['peak_reserved_gib']:9.1f} "
-        f"{r['planned_gib']:8.1f} {r['first_step_seconds']:9.1f} {row['losses_finite']!s:>7} {kohya}"
+        f"{r['ceiling_tflops']:8.0f} {r['share_of_ceiling']:6.1%} {r['peak_allocated_gib']:10.1f} "
+        f"{r['peak_reserved_gib']:9.1f} {r['planned_gib']:8.1f} {r['first_step_seconds']:9.1f} {row['losses_finite']!s:>7} {kohya}"
     )
 
 

@@ -45,12 +45,16 @@ class Stop:
 
 
 def trainer_command(plan: Plan, run_file: Path) -> list[str]:
-    """One line for every number of processes; see design.md for why it is this one."""
+    return [*launcher_command(plan.processes), "-m", "trainer.train", str(run_file)]
+
+
+def launcher_command(processes: int) -> list[str]:
+    """One line for every number of processes. Without --use_fsdp a single process is started by a plain launcher, which
+    dies on TERM and leaves its child behind."""
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--use_fsdp", "--fsdp_version", "2", "--num_machines", "1", "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--num_processes", str(plan.processes), "--main_process_port", str(free_port())),
-        *("-m", "trainer.train", str(run_file)),
+        *("--dynamo_backend", "no", "--num_processes", str(processes), "--main_process_port", str(free_port())),
     ]
 
 
