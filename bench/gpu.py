@@ -66,7 +66,8 @@ def render(row: dict[str, object]) -> str:
     return (
         f"{row['case']:24} {r['seconds_per_step']:6.3f} {r['images_per_second']:6.2f} {r['model_tflops']:8.0f} "
         f"{r['ceiling_tflops']:8.0f} {r['share_of_ceiling']:6.1%} {r['peak_allocated_gib']:10.1f} "
-        f"{r['peak_reserved_gib']:9.1f} {r['planned_gib']:8.1f} {r['first_step_seconds']:9.1f} {row['losses_finite']!s:>7} {kohya}"
+        f"{r['peak_reserved_gib']:9.1f} {r['planned_gib']:8.1f} {r['first_step_seconds']:9.1f} "
+        f"{row['losses_finite']!s:>7} {kohya}"
     )
 
 

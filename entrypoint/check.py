@@ -208,6 +208,8 @@ def _compare(job: Job, named: tuple[NamedPod, ...], base: FluxShape, data: DataS
         print(render_plan(replace(rows[0].plan, warnings=()), job, rows[0].named.pod))
         print()
     print(render_rows(rows))
+    if job.epochs is not None and not data.items_per_epoch:
+        print("The pictures are not known here: each epoch is counted as one step, so time and cost are far too low.")
     print(
         f"Assumed for each GPU: {CPUS_PER_GPU} CPUs, {RAM_PER_GPU / 1e9:.0f} GB of RAM or, if more, its own memory.\n"
         "Time and cost are estimates from the card's figures on paper; downloads come on top."

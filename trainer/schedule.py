@@ -69,7 +69,8 @@ def make_schedule(job: Job, steps: int) -> Schedule:
         return float(shape(min(1.0, progress), **job.schedule_args))
 
     try:
-        factor(steps - 1)
+        for step in (min(job.warmup, steps - 1), steps - 1):  # where the shape begins and ends
+            factor(step)
     except (TypeError, ValueError) as error:
         told = f"{job.schedule} does not work with these ({error})"
         raise JobError([Problem(told, "Check schedule_args", key="schedule_args")]) from error

@@ -122,6 +122,7 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     environment = child_environment(make_run(tmp_path, threads=3), {"HF_HUB_OFFLINE": "0"})
     assert environment == {
         "ACCELERATE_USE_CPU": "1",
+        "HF_HOME": str(tmp_path / "cache" / "huggingface"),  # no settings of a launcher that lie in somebody's home
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "3",
         "PYTHONUNBUFFERED": "1",

@@ -55,3 +55,20 @@ def test_a_damaged_status_is_none_and_is_replaced(content: str | None, tmp_path:
     status = Status.read(path)
     assert status is not None
     assert status.heartbeat == 1
+
+
+def test_a_disk_that_does_not_take_it_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = StatusFile(tmp_path / "status.json")
+    with monkeypatch.context() as patch:
+        patch.setattr("entrypoint.status.write_json", full)
+        file.tell("training", "training", step=1, steps=2)
+    assert "status.json was not written: [Errno 28] No space left" in capsys.readouterr().out
+    file.tell("training", "training", step=2, steps=2)
+    status = Status.read(file.path)
+    assert status is not None
+    assert (status.step, status.heartbeat) == (2, 2)

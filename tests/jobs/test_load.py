@@ -135,7 +135,8 @@ def test_secrets_are_errors_and_never_shown(line: str) -> None:
 
 
 def test_warnings_have_lines_and_cures() -> None:
-    warnings = parse_job(GOOD + "guidance: 3.5\nlearning_rate: 0.1\n", "my-job.yaml").warnings
+    text = GOOD.replace("flux-tiny", "me/flux") + "guidance: 3.5\nlearning_rate: 0.1\n"
+    warnings = parse_job(text, "my-job.yaml").warnings
     assert [(warning.line, warning.key) for warning in warnings] == [(6, "guidance"), (7, "learning_rate")]
     assert all(warning.remedy for warning in warnings)
 

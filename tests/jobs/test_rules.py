@@ -106,6 +106,8 @@ def test_settings_that_ruin_a_run_are_doubted(keys: dict[str, Any], path: rules.
         {"method": "full"},
         {"optimizer": "Prodigy"},
         {"optimizer": "some.Optimizer", "learning_rate": 3},
+        {"base": "flux-tiny", "learning_rate": 1e-2},
+        {"base": "flux-tiny-schnell", "method": "full", "learning_rate": 1e-3},
         {"base": "black-forest-labs/FLUX.1-schnell", "sample": {"prompts": ["a"], "guidance": 0}},
         {"timestep_sampling": "shift"},
         {"lora": {"rank": 32, "alpha": 16}},

@@ -9,6 +9,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from jobs.problem import JobError
 from tests.runs import PLAN, make_job, make_trained, shards_of
 from trainer.blockwise import Blockwise
 from trainer.make_optimizer import BLOCKWISE, make_optimizer
@@ -135,7 +136,7 @@ def test_arguments_reach_the_kernel() -> None:
 
 def test_unknown_arguments_are_told() -> None:
     job = make_job(optimizer="AdamW8bit").model_copy(update={"optimizer_args": {"beta1": 0.9, "betas": (0.9, 0.99)}})
-    with pytest.raises(ValueError, match=r"AdamW8bit takes betas, eps and weight_decay, not beta1"):
+    with pytest.raises(JobError, match=r"optimizer_args: AdamW8bit does not take beta1\. It takes betas and eps"):
         make_optimizer(make_trained(start()), job, PLAN, world=None)  # type: ignore[arg-type]
 
 

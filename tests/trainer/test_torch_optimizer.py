@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from prodigyopt import Prodigy
 
+from jobs.problem import JobError
 from tests.runs import PLAN, make_job, make_trained, make_world, shards_of
 from trainer.make_optimizer import make_optimizer
 from trainer.optimizer import OptimizerStateError, SavedOptimizer
@@ -167,7 +168,7 @@ def test_weight_decay_is_only_given_to_those_that_know_it(world: World, monkeypa
 
 
 def test_unknown_arguments_are_told(world: World) -> None:
-    with pytest.raises(ValueError, match=r"optimizer_args: AdamW does not take these: .*beta1"):
+    with pytest.raises(JobError, match=r"optimizer_args: AdamW does not take these .*beta1"):
         make(make_trained(start()), world, "AdamW", optimizer_args={"beta1": 0.9})
 
 
