@@ -36,6 +36,10 @@ class RunFolder:
         return self.root / "outcome.json"
 
     @property
+    def lease(self) -> Path:
+        return self.root / "lease.json"
+
+    @property
     def processes(self) -> Path:
         return self.root / "processes"
 

@@ -90,8 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = run_job(job, volume.root)
     print()
     print("\n".join(summary(volume.run("demo"))))
-    print("flux-tiny starts from random weights, so the samples are noise. They show that drawing works; the loss falls.")
-    if code != DONE:
+    if code == DONE:
+        print("flux-tiny is made of random weights: its samples are noise and show only that drawing works.")
+    else:
         print(
             f"The demo ended with code {code}; the lines above say why. Starting it again goes on from the last state."
         )

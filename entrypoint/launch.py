@@ -13,17 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bootstrap import clocks
 from bootstrap.plan import Plan
 from bootstrap.processes import living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
 
-# The launcher gives its workers 30 s between TERM and KILL; ours comes after that.
-LAUNCHER_LIMIT = 35.0
+LAUNCHER_LIMIT = clocks.RUN
 LOOK_EVERY = 0.2  # seconds between two looks at a child
 
 # What no trainer needs: names of variables that hold secrets, ours and those that users set for other tools.
 _SECRET = re.compile(r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)|FLUXPOD_JOB")
+
+
+class StillRunning(RuntimeError):
+    """Another process of ours is in charge of this run."""
 
 
 @dataclass
@@ -161,9 +165,9 @@ def describe_exit(status: int) -> str:
 
 
 def end_leftovers(volume: Volume, name: str) -> dict[str, int]:
-    """Ends what an earlier, killed start of this run left running. Raises RuntimeError where one is still in charge."""
+    """Ends what an earlier, killed start of this run left running. Raises StillRunning where one is still in charge."""
     folder = volume.run(name)
     alive = living(folder.processes)
     if "entrypoint" in alive:
-        raise RuntimeError(f"{name} is being run by process {alive['entrypoint']} on this machine")
+        raise StillRunning(f"{name} is being run by process {alive['entrypoint']} on this machine")
     return reap(folder.processes)

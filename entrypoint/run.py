@@ -7,7 +7,10 @@ the next start needs.
 from __future__ import annotations
 
 import os
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,14 +34,24 @@ from bootstrap.state import State, newest_whole, resume_problems
 from bootstrap.volume import RunFolder, Volume, write_atomically
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
-from entrypoint.launch import Stop, describe_exit, encoder_command, end_leftovers, run_children, trainer_command
+from entrypoint.ended import already_done, output_of
+from entrypoint.launch import (
+    Stop,
+    describe_exit,
+    encoder_command,
+    end_leftovers,
+    run_children,
+    trainer_command,
+)
+from entrypoint.lease import STALE, HeldLease, Lease, LeaseTakenError, LeaseWatch
 from entrypoint.progress import Tail, TrainingProgress
-from entrypoint.status import Phase, StatusFile
+from entrypoint.status import Phase, Status, StatusFile
 from jobs.load import LoadedJob, load_job
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
 LAST_LINES = 50  # of the log, shown when something fails
+LARGEST_LOG = 10_000_000  # bytes; a larger one is set aside at the next start
 PHASES: dict[int, Phase] = {
     DONE: "done",
     JOB_WRONG: "held",
@@ -54,11 +67,16 @@ class Stopped(Exception):
     """Somebody asked to stop while the job was being prepared."""
 
 
+class PreparationError(Exception):
+    """One of our programs crashed before training; the message says which, with the end of its log."""
+
+
 @dataclass(frozen=True)
 class Running:
     """What every step of one job's way needs."""
 
     job_file: Path
+    text: str  # of the job, as this run took it
     volume: Volume
     folder: RunFolder
     status: StatusFile
@@ -71,6 +89,19 @@ class Running:
             log.write(line + "\n")
         if self.stop.requested:
             raise Stopped
+
+    def lease_lost(self) -> None:
+        """Another pod took this run over, believing this one dead: two must not go on."""
+        print("the lease of this run was taken over by another pod: stopping here", flush=True)
+        self.stop.requested = True
+
+    def notice(self) -> str:
+        """What a changed job file means while the run is on: nothing until the next start, and it says so."""
+        try:
+            same = self.job_file.read_text(encoding="utf-8") == self.text
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return "" if same else " (the job file was edited: that takes effect at the next start of this run)"
 
     def preparing(self, line: str) -> None:
         self.status.tell("preparing", line)
@@ -92,19 +123,63 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
         return JOB_WRONG
     folder = volume.run(loaded.job.name)
     folder.root.mkdir(parents=True, exist_ok=True)
-    running = Running(job_file, volume, folder, StatusFile(folder.status), stop)
-    try:
-        outcome = _run(loaded, running)
-    except JobError as error:
-        outcome = Outcome(JOB_WRONG, str(_in_file(error, job_file)), 0)
-    except PodError as error:
-        outcome = Outcome(POD_WRONG, str(error), 0)
-    except AccessError as error:
-        outcome = Outcome(ACCESS_REFUSED, str(error), 0)
-    except Stopped:
-        outcome = Outcome(STOPPED, "stopped by a signal before training; what was prepared stays", 0)
-    _tell(outcome, running)
+    running = Running(job_file, loaded.text, volume, folder, StatusFile(folder.status), stop)
+    if already_done(loaded, folder):
+        return _still_done(loaded.job, running)
+    lease = HeldLease(folder.lease, os.environ.get("RUNPOD_POD_ID", ""), running.lease_lost)
+    if not wait_for_lease(lease, stop):
+        return STOPPED
+    with lease:
+        outcome = _outcome_of(loaded, running)
+        _tell(outcome, running)
     return outcome.code
+
+
+def wait_for_lease(lease: HeldLease, stop: Stop) -> bool:
+    """Takes the lease, waiting while it may be a dead process's; False where a stop came first, or a process of this
+    machine is at work."""
+    watch = LeaseWatch(os.environ.get("RUNPOD_POD_ID", ""))
+    told = False
+    while not stop.requested:
+        try:
+            lease.take(watch)
+            return True
+        except LeaseTakenError as error:
+            held = Lease.read(lease.path)
+            if held and held.lives_here():
+                print(f"process {held.pid} of this machine runs this job: wait for it, or stop it first", flush=True)
+                return False
+            if not told:
+                print(f"waiting: {error}; it is taken over {STALE:.0f} s after its last sign of life", flush=True)
+                told = True
+            time.sleep(0.5)
+    return False
+
+
+def _outcome_of(loaded: LoadedJob, running: Running) -> Outcome:
+    """What became of the job; whatever went wrong is an outcome with its reason in words."""
+    try:
+        return _run(loaded, running)
+    except JobError as error:
+        return Outcome(JOB_WRONG, str(_in_file(error, running.job_file)), 0)
+    except PodError as error:
+        return Outcome(POD_WRONG, str(error), 0)
+    except AccessError as error:
+        return Outcome(ACCESS_REFUSED, str(error), 0)
+    except Stopped:
+        return Outcome(STOPPED, "stopped by a signal before training; what was prepared stays", 0)
+    except PreparationError as error:
+        return Outcome(CRASH, str(error), 0)
+    except Exception as error:  # a fault of ours, or of the machine: for the log whole, for people in one line
+        with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)
+        return Outcome(CRASH, f"{type(error).__name__}: {error} (more in {running.folder.log})", 0)
+
+
+def _still_done(job: Job, running: Running) -> int:
+    """A finished job run again does nothing, and says so."""
+    print(f"done: {job.name} is done already: {output_of(running.folder, job)}", flush=True)
+    return DONE
 
 
 def hold_unreadable(volume: Volume, job_file: Path, message: str) -> None:
@@ -118,14 +193,14 @@ def _in_file(error: JobError, file: Path) -> JobError:
 
 def _tell(outcome: Outcome, running: Running) -> None:
     phase = PHASES.get(outcome.code, "failed")
-    running.status.tell(phase, outcome.reason, step=outcome.step, code=outcome.code)
+    last = Status.read(running.folder.status) or Status(phase, "")
+    step = last.step if outcome.code == CRASH else outcome.step  # what crashed cannot say how far it was
+    running.status.tell(phase, outcome.reason, step=step, steps=last.steps, code=outcome.code)
     print(f"{phase}: {outcome.reason}", flush=True)
 
 
 def _run(loaded: LoadedJob, running: Running) -> Outcome:
     job, folder = loaded.job, running.folder
-    if already_done(loaded, folder):
-        return Outcome(DONE, f"{job.name} is done already: {output_of(folder, job)}", _last_step(folder))
     end_leftovers(running.volume, job.name)
     for warning in loaded.warnings:
         running.say(f"warning: {warning}")
@@ -133,20 +208,11 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
     write_atomically(folder.job, loaded.text)
     run, items = prepare(job, running)
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
-        return Outcome(DONE, f"{job.name} is done already: {output_of(folder, job)}", run.plan.steps)
+        outcome = Outcome(DONE, f"{job.name} is done already: {output_of(folder, job)}", run.plan.steps)
+        outcome.write(folder.outcome)
+        return outcome
     encode(run, items, running)
     return train(run, running)
-
-
-def already_done(loaded: LoadedJob, folder: RunFolder) -> bool:
-    """Whether this very job ended well before, without looking at anything else."""
-    outcome = Outcome.read(folder.outcome)
-    same = folder.job.exists() and folder.job.read_text(encoding="utf-8") == loaded.text
-    return outcome is not None and outcome.code == DONE and same and output_of(folder, loaded.job).exists()
-
-
-def output_of(folder: RunFolder, job: Job) -> Path:
-    return folder.output / f"{job.name}.safetensors"
 
 
 def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
@@ -222,7 +288,7 @@ def _encoding_failed(statuses: list[int], run: RunFile) -> Exception:
     text = f"encoding failed ({describe_exit(worst)}). The end of the log:\n{last_lines(run.folder.log)}"
     if worst == JOB_WRONG:
         return JobError([Problem(text)])
-    return PodError(text) if worst == POD_WRONG else RuntimeError(text)
+    return PodError(text) if worst == POD_WRONG else PreparationError(text)
 
 
 def train(run: RunFile, running: Running) -> Outcome:
@@ -234,7 +300,7 @@ def train(run: RunFile, running: Running) -> Outcome:
     def look() -> None:
         if progress.look():
             phase: Phase = "stopping" if running.stop.requested else "training"
-            running.status.tell(phase, phase, step=progress.step, steps=steps)
+            running.status.tell(phase, phase + running.notice(), step=progress.step, steps=steps)
 
     (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look)
     progress.close()
@@ -244,6 +310,12 @@ def train(run: RunFile, running: Running) -> Outcome:
     if outcome.code == CRASH:
         print(f"The end of {run.folder.log}:\n{last_lines(run.folder.log)}", flush=True)
     return outcome
+
+
+def rotate(log: Path) -> None:
+    """Keeps a log and its predecessor, each at most LARGEST_LOG."""
+    if log.exists() and log.stat().st_size > LARGEST_LOG:
+        log.replace(log.with_suffix(".1.txt"))
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:
@@ -258,8 +330,3 @@ def _last_step_of(run: RunFile) -> int:
     from bootstrap.state import read_state
 
     return read_state(run.resume).step
-
-
-def _last_step(folder: RunFolder) -> int:
-    outcome = Outcome.read(folder.outcome)
-    return outcome.step if outcome else 0

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jobs.values import (
+    Address,
     AnyText,
     BucketStep,
     Count,
@@ -207,6 +208,29 @@ class Sample(Section):
         why="The same at every step, so that only the training changes the picture.",
         ge=0,
         le=MOST_SEED,
+    )
+
+
+class Notify(Section):
+    """Addresses that hear how a run ended."""
+
+    ntfy: Address | None = key(
+        None,
+        doc="A topic of ntfy, to be read in its app. Who knows the topic can read it: choose a long one.",
+        example="https://ntfy.sh/$NTFY_TOPIC",
+        left_out="no message there",
+    )
+    discord: Address | None = key(
+        None, doc="A web hook of a Discord channel.", example="$DISCORD_WEBHOOK", left_out="no message there"
+    )
+    slack: Address | None = key(
+        None, doc="An incoming web hook of Slack.", example="$SLACK_WEBHOOK", left_out="no message there"
+    )
+    webhook: Address | None = key(
+        None,
+        doc='Any other address: it is sent the JSON {"job": ..., "event": ..., "message": ...}.',
+        example="$WEBHOOK",
+        left_out="no message there",
     )
 
 
@@ -446,6 +470,13 @@ class Job(Section):
         "idle",
         doc="What happens to the pod when the run is done: idle keeps it, stop stops it, terminate deletes it.",
         why="Nothing is lost by surprise.",
+    )
+    notify: Notify = key(
+        Notify(),
+        doc="Where a short message goes when the run is done, held or failed, and when the pod could not be stopped and "
+        "is still billed. Addresses are secrets: $NAME stands for a variable of the pod's environment whose name has "
+        "NTFY, DISCORD, SLACK, WEBHOOK or NOTIFY in it.",
+        left_out="no messages",
     )
     plan: PlanOverrides = key(
         PlanOverrides(),

@@ -11,11 +11,17 @@ from dataclasses import replace
 
 from jobs.problem import Problem
 
-REMEDY = "Delete it here, and set it in the pod's environment (HF_TOKEN for the Hugging Face hub)"
+REMEDY = (
+    "Delete it here, and set it in the pod's environment (HF_TOKEN for the Hugging Face hub; in notify, write $NAME for a "
+    "variable)"
+)
 
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{12,}"  # Hugging Face; real ones have 34
     r"|\b(?:ghp_|github_pat_|rpa_|sk-)[A-Za-z0-9_-]{16,}"  # GitHub, RunPod, and the many that begin with sk-
+    r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"  # Discord: who has the address can write to the channel
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}"
+    r"|\btk_[a-z0-9]{24,}"  # ntfy
     r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"]+(?=@)"  # user:password@ in an address
 )
 _NAME = re.compile(r"(?:^|_)(?:token|password|passwd|secret|api_?key|access_?key)$", re.IGNORECASE)

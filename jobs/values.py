@@ -141,6 +141,28 @@ def _path(value: Any) -> str:
     return text
 
 
+# What stands for the value of a variable of the pod's environment: $NAME or ${NAME}.
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))", re.ASCII)
+# Only variables that say what they are for: else a job from a stranger could have HF_TOKEN sent to them.
+ADDRESS_WORDS = ("NTFY", "DISCORD", "SLACK", "WEBHOOK", "NOTIFY")
+
+
+def _address(value: Any) -> str:
+    """Where a message goes: http(s)://..., or a variable that holds that or a part of it. Never shown: it is a secret."""
+    text = _some_text(value).strip()
+    if not re.match(r"https?://[^/\s]|\$", text) or any(letter.isspace() for letter in text):
+        remedy = "Write https://..., or $DISCORD_WEBHOOK and set that variable in the pod's environment"
+        raise wrong("this is not an address", remedy)
+    if re.search(r"\$(?![{\w])", text) or (text.startswith("$") and not VARIABLE.match(text)):
+        raise wrong("there is a $ without a name", "Write the name of a variable after it, such as $DISCORD_WEBHOOK")
+    for match in VARIABLE.finditer(text):
+        name = match[1] or match[2]
+        if not any(word in name.upper() for word in ADDRESS_WORDS):
+            remedy = f"Give the variable a name with one of {', '.join(ADDRESS_WORDS)} in it, such as NOTIFY_{name}"
+            raise wrong(f"{name} may not be sent to an address", remedy)
+    return text
+
+
 def _choose(value: Any, known: tuple[str, ...], otherwise: str = "") -> str:
     """``value`` where it is one of ``known`` or, with ``otherwise`` (what to call that), an import path."""
     if isinstance(value, str) and (value in known or (otherwise and re.fullmatch(IMPORT_PATH, value))):
@@ -227,6 +249,7 @@ Text = Annotated[str, BeforeValidator(_some_text)]
 AnyText = Annotated[str, BeforeValidator(_text)]
 Switch = Annotated[bool, BeforeValidator(_switch)]
 FilePath = Annotated[str, BeforeValidator(_path), json_schema(type="string", minLength=1)]
+Address = Annotated[str, BeforeValidator(_address), json_schema(type="string", pattern=r"^(https?://|\$)\S+$")]
 Name = Annotated[str, BeforeValidator(_name), json_schema(type="string", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$")]
 Resolution = Annotated[
     int | tuple[int, ...],

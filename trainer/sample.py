@@ -58,13 +58,19 @@ class Sampler:
     def _draw(self, step: int, prompts: list[int]) -> None:
         pipeline = self._pipeline()
         cache = Cache(self.run.cache)
+        unwritten: OSError | None = None
         for turn in range(0, len(prompts), self.world.size):
             place = turn + self.world.rank
             real = place < len(prompts)
             index = prompts[place] if real else prompts[-1]  # a sharded model needs every process in every forward
             image = self._one(pipeline, cache, index)
-            if real:
-                self._write(image, step, index)
+            try:
+                if real:
+                    self._write(image, step, index)
+            except OSError as error:  # told at the end: until then the others need this process
+                unwritten = error
+        if unwritten is not None:
+            raise unwritten
 
     def _pipeline(self) -> FluxPipeline:
         weights = self.run.weights

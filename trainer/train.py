@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 
+from bootstrap import clocks
 from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, read_state
@@ -43,9 +44,6 @@ log = logging.getLogger(__name__)
 # its output gradient comes with other strides than its output); flash attention is right there. So cuDNN is off.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-# Seconds between TERM and KILL that a save may take. Platforms give 5 to 30; the launcher gives its workers 30.
-GRACE = 20.0
-
 
 def train(t: Training) -> Outcome:
     """From the state the run goes on from, or from the start, to the last step or to a signal."""
@@ -53,7 +51,7 @@ def train(t: Training) -> Outcome:
         t.sampler.draw(0)
     for done in t.steps():
         stop = t.world.any(t.world.stop_requested)
-        if done == t.last or (stop and t.save_fits(GRACE)) or (not stop and done % t.run.job.save.every == 0):
+        if done == t.last or (stop and t.save_fits(clocks.SAVE)) or (not stop and done % t.run.job.save.every == 0):
             t.save(done)
         if stop and done < t.last:
             return t.stopped(done)
@@ -161,7 +159,10 @@ class Training:
         return self.run.plan.state_bytes < seconds * 100e6
 
     def save(self, step: int) -> None:
-        """Publishes a state. A disk that does not take it is told; only the last save of a run must succeed."""
+        """Publishes a state. A disk that does not take it is told; only the last save of a run must succeed.
+
+        Raises NonFiniteError, and NonFiniteLossError for a step before it: what is not a number is no state.
+        """
         self.metrics.flush()
         begun = time.monotonic()
         try:
@@ -169,7 +170,7 @@ class Training:
             metadata = {"modelspec.title": job.name, "fluxpod.base": job.base, "fluxpod.step": str(step)}
             self.state = save_state(self.run, self.world, step, self.tensors, self.optimizer, metadata)
             log.info("saved the state of step %d in %.1f s", step, time.monotonic() - begun)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:  # the same on every process
             if step == self.last:
                 raise
             log.error("the state of step %d was NOT saved: %s. The older ones stand; training goes on.", step, error)

@@ -61,13 +61,17 @@ class World:
         return values[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raises on every rank when ``error`` is set on any: nobody goes on alone, nobody waits for ever."""
-        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        told = [f"process {rank}: {text}" for rank, text in enumerate(errors) if text]
+        """Raises on every rank when ``error`` is set on any: nobody goes on alone, nobody waits for ever.
+
+        The others raise an error of the same type, so that all of them answer it alike.
+        """
+        errors = self.gather(None if error is None else (type(error), str(error)))
         if error is not None:
             raise error
-        if told:
-            raise RuntimeError("; ".join(told))
+        for rank, told in enumerate(errors):
+            if told is not None:
+                kind, text = told
+                raise kind(f"process {rank}: {text}")
 
     def meet(self) -> None:
         dist.monitored_barrier(group=self.control, timeout=CONTROL_LIMIT)

@@ -1,0 +1,261 @@
+"""The pod loop's decisions, with children that are no real runs; real ones are in tests/image."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, Outcome
+from bootstrap.pod import Gpu, Pod
+from bootstrap.volume import Volume
+from entrypoint import pod as pod_module
+from entrypoint.pod import JobFile, PodLoop, Waiting, choose
+from entrypoint.status import Status
+from jobs.load import parse_job
+
+GIB = 1 << 30
+CARD = Gpu(0, "NVIDIA H100", 80 * GIB, 80 * GIB, "580.1", (9, 0))
+
+
+def job_text(name: str, *more: str) -> str:
+    lines = [f"name: {name}", "base: flux-tiny", "method: lora", "datasets:", "  - path: datasets/d", *more]
+    return "\n".join(lines) + "\n"
+
+
+def waiting(name: str, gpus: int | None) -> Waiting:
+    text = job_text(name)
+    return Waiting(JobFile(Path(f"{name}.yaml"), text, parse_job(text, name)), gpus)
+
+
+def starts(
+    jobs: list[tuple[str, int | None]], free: list[int], total: int, running: int = 0
+) -> dict[str, tuple[int, ...]]:
+    return {job.file.name: gpus for job, gpus in choose([waiting(*job) for job in jobs], free, total, running)}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "free", "total", "expected"),
+    [
+        (
+            [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1)],
+            [0, 1, 2, 3],
+            4,
+            {"a": (0,), "b": (1,), "c": (2,), "d": (3,)},
+        ),
+        ([("a", None), ("b", 1)], [0, 1], 2, {"a": (0, 1)}),
+        ([("a", None), ("b", 1)], [1], 2, {"b": (1,)}),  # overtakes: an idle card is billed all the same
+        ([("a", 8)], [0, 1], 2, {"a": (0, 1)}),  # a GPU count never makes a job refuse
+        ([("a", 1)], [], 1, {}),
+    ],
+)
+def test_jobs_start_side_by_side_as_their_gpus_allow(
+    jobs: list[tuple[str, int | None]], free: list[int], total: int, expected: dict[str, tuple[int, ...]]
+) -> None:
+    assert starts(jobs, free, total) == expected
+
+
+def test_without_gpus_one_job_runs_at_a_time() -> None:
+    jobs: list[tuple[str, int | None]] = [("a", None), ("b", 1)]
+    assert starts(jobs, [], 0) == {"a": ()}
+    assert starts(jobs, [], 0, running=1) == {}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pod_module.time, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Volume:
+    volume = Volume(tmp_path)
+    volume.create()
+    (volume.datasets / "d").mkdir()
+    (volume.datasets / "d" / "a.png").write_bytes(b"x")
+    return volume
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the loop starts; in its place runs a program that ends with the exit code in ``codes``."""
+    commands: list[list[str]] = []
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return real([sys.executable, "-c", f"import sys; sys.exit({codes[0]})"], stdin=subprocess.DEVNULL)
+
+    monkeypatch.setattr(pod_module.subprocess, "Popen", popen)
+    return commands
+
+
+codes = [0]
+
+
+def make_loop(volume: Volume, gpus: int = 1) -> PodLoop:
+    cards = tuple(Gpu(i, CARD.name, CARD.memory, CARD.free, CARD.driver, CARD.capability) for i in range(gpus))
+    environment = {"FLUXPOD_QUIET_SECONDS": "0", "FLUXPOD_LEASE_SECONDS": "60"}
+    return PodLoop(volume, Pod(cards, 4, 8 * GIB, GIB, 100 * GIB), environment)
+
+
+def drop(volume: Volume, name: str, *more: str) -> Path:
+    file = volume.jobs / f"{name}.yaml"
+    file.write_text(job_text(name, *more), encoding="utf-8")
+    return file
+
+
+def turn_until_ended(loop: PodLoop) -> None:
+    for child in loop.children.values():
+        child.process.wait(30)
+    loop.turn()
+
+
+def phase(volume: Volume, name: str) -> str:
+    status = Status.read(volume.run(name).status)
+    return status.phase if status else ""
+
+
+def test_a_dropped_job_starts_when_its_file_stands_still(
+    volume: Volume, started: list[list[str]], clock: Clock
+) -> None:
+    codes[0] = POD_WRONG
+    loop = make_loop(volume)
+    file = drop(volume, "a")
+    loop.turn()
+    assert not started  # seen for the first time: it may still be arriving
+    file.write_text(job_text("a", "steps: 5"), encoding="utf-8")
+    loop.turn()
+    assert not started
+    loop.turn()
+    assert len(started) == 1
+    assert str(file) in started[0]
+
+
+def test_a_held_job_is_not_started_again_until_something_changes(
+    volume: Volume, started: list[list[str]], clock: Clock
+) -> None:
+    codes[0] = JOB_WRONG
+    loop = make_loop(volume)
+    file = drop(volume, "a")
+    for _ in range(5):
+        loop.turn()
+        turn_until_ended(loop)
+    assert len(started) == 1
+    (volume.datasets / "d" / "b.png").write_bytes(b"y")  # the missing picture arrives
+    for _ in range(4):
+        loop.turn()
+        turn_until_ended(loop)
+    assert len(started) == 2
+    file.write_text(job_text("a", "steps: 7"), encoding="utf-8")
+    for _ in range(4):
+        loop.turn()
+        turn_until_ended(loop)
+    assert len(started) == 3
+
+
+def test_an_unreadable_job_is_held_with_its_problems_and_never_started(
+    volume: Volume, started: list[list[str]]
+) -> None:
+    (volume.jobs / "broken.yaml").write_text("name: [\n", encoding="utf-8")
+    loop = make_loop(volume)
+    for _ in range(5):
+        loop.turn()
+    status = Status.read(volume.run("broken").status)
+    assert status
+    assert (status.phase, status.heartbeat) == ("held", 1)
+    assert "broken.yaml" in status.message
+    assert not started
+    again = make_loop(volume)  # a restart
+    for _ in range(3):
+        again.turn()
+    assert Status.read(volume.run("broken").status) == status
+
+
+def test_a_crash_is_retried_with_back_off_then_held(volume: Volume, started: list[list[str]], clock: Clock) -> None:
+    codes[0] = 1
+    loop = make_loop(volume)
+    drop(volume, "a")
+    for second in range(2000):
+        clock.now = float(second)
+        loop.turn()
+        turn_until_ended(loop)
+    assert len(started) == 4
+    assert phase(volume, "a") == "failed"
+    again = make_loop(volume)  # counted on the volume: a restart does not forget
+    for _ in range(5):
+        again.turn()
+    assert len(started) == 4
+
+
+def test_a_done_job_is_left_alone_by_a_new_container(volume: Volume, started: list[list[str]]) -> None:
+    file = drop(volume, "a")
+    folder = volume.run("a")
+    folder.output.mkdir(parents=True)
+    (folder.output / "a.safetensors").write_bytes(b"")
+    folder.job.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    Outcome(DONE, "done", 10).write(folder.outcome)
+    before = sorted(path for path in volume.root.rglob("*"))
+    for _ in range(3):
+        loop = make_loop(volume)
+        for _ in range(3):
+            loop.turn()
+    assert not started
+    assert sorted(path for path in volume.root.rglob("*")) == before
+
+
+def test_two_files_of_one_name_run_once(
+    volume: Volume, started: list[list[str]], clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes[0] = POD_WRONG
+    drop(volume, "a")
+    (volume.jobs / "b.yaml").write_text(job_text("a"), encoding="utf-8")
+    loop = make_loop(volume, gpus=2)
+    for _ in range(4):
+        loop.turn()
+    assert len(started) == 1
+    assert "the name a is taken by a.yaml" in capsys.readouterr().out
+
+
+def test_a_data_upload_is_waited_for(volume: Volume, started: list[list[str]], clock: Clock) -> None:
+    (volume.datasets / "d" / "more.zip.part").write_bytes(b"x")
+    drop(volume, "a")
+    loop = make_loop(volume)
+    for _ in range(4):
+        loop.turn()
+    assert not started
+    status = Status.read(volume.run("a").status)
+    assert status
+    assert status.phase == "pending"
+    assert "still coming" in status.message
+
+
+def test_a_removed_job_is_stopped(
+    volume: Volume, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(pod_module.subprocess, "Popen", lambda command, **options: real(sleeper))
+    file = drop(volume, "a")
+    loop = make_loop(volume)
+    loop.turn()
+    loop.turn()
+    assert "a" in loop.children
+    file.unlink()
+    loop.turn()
+    turn_until_ended(loop)
+    assert not loop.children
+    status = Status.read(volume.run("a").status)
+    assert status
+    assert (status.phase, "removed" in status.message) == ("held", True)

@@ -1,0 +1,482 @@
+"""Whole trainings of flux-tiny by the trainer's own processes: what must not depend on their number, and how they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bootstrap.bases import FLUX_TINY
+from bootstrap.cache import Cache
+from bootstrap.flux_tiny import SINGLE_FILE
+from bootstrap.run_file import RunFile
+from bootstrap.state import State, read_state, verify
+from bootstrap.tensor_files import read_header, read_tensors
+from bootstrap.volume import Volume
+from entrypoint.launch import free_port
+from tests.training import Trained, fill_volume, finish, prepared, read_metrics, start, train, trained
+
+pytest_plugins = ["tests.training"]
+
+# Two runs that share out a step's images differently multiply matrices of other heights, and add in another order: in
+# bf16, which has 8 bits of mantissa, a loss then differs by some 1e-5 at the first step, and by 2e-4 after eight, when
+# stochastic rounding has sent some weights to the other neighbour.
+DRIFT = 1e-3
+SMALL = {"width": 64, "height": 64, "steps": 2}  # a sample that is drawn in a moment
+
+
+@pytest.fixture(scope="module")
+def full(volume: Volume) -> dict[int, Trained]:
+    """The same job in one process, in two, and in three: 4 images as 4, as 2+2, as 2+1+1."""
+    return {n: trained(volume, name=f"full-{n}", steps=8, plan={"processes": n}) for n in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def lora(volume: Volume) -> dict[int, Trained]:
+    """Steps of 3 images, which some buckets share."""
+    keys: dict[str, Any] = {"method": "lora", "steps": 8, "images_per_step": 3, "lora": {"rank": 4}}
+    return {n: trained(volume, name=f"lora-{n}", plan={"processes": n}, **keys) for n in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def worlds(request: pytest.FixtureRequest) -> dict[int, Trained]:
+    worlds: dict[int, Trained] = request.getfixturevalue(request.param)
+    return worlds
+
+
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weights[name].float().reshape(-1) for name in sorted(weights)])
+
+
+# ---------------------------------------------------------------- on any number of processes
+
+
+def test_steps_and_learning_rates_are_the_same_on_any_number_of_processes(worlds: dict[int, Trained]) -> None:
+    assert [line["step"] for line in worlds[1].metrics] == list(range(1, 9))
+    assert worlds[2].values("step") == worlds[3].values("step") == worlds[1].values("step")
+    assert worlds[2].values("lr") == worlds[3].values("lr") == worlds[1].values("lr")
+
+
+def test_a_step_of_fewer_images_moves_the_weights_less(full: dict[int, Trained]) -> None:
+    """14 items in buckets of 4, 4, 4 and 2; and two images for three processes leave one with a dummy."""
+    assert full[3].run.plan.split == (2, 1, 1)
+    assert full[1].values("lr")[0] == pytest.approx(0.5e-3)
+    assert sorted(full[1].values("lr")[4:]) == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_losses_drift_no_further_than_reordered_sums(worlds: dict[int, Trained]) -> None:
+    for n in (2, 3):
+        assert worlds[n].values("loss") == pytest.approx(worlds[1].values("loss"), rel=DRIFT)
+
+
+def test_the_lengths_of_gradients_too(lora: dict[int, Trained]) -> None:
+    for n in (2, 3):
+        assert lora[n].values("grad_norm") == pytest.approx(lora[1].values("grad_norm"), rel=10 * DRIFT)
+
+
+def test_weights_end_close_together(full: dict[int, Trained], flux_tiny: Path) -> None:
+    """Beside what training moved them: a twentieth, in single roundings of bf16."""
+    begin, alone = flat(read_tensors(flux_tiny / SINGLE_FILE)), flat(full[1].weights)
+    moved = (alone - begin).norm()
+    for n in (2, 3):
+        apart = flat(full[n].weights) - alone
+        assert apart.norm() < 0.05 * moved
+        assert bool((apart.abs() <= 2**-7 * alone.abs() + 8e-3).all())  # one bf16 step, or all of 8 steps of 1e-3
+
+
+def test_adapters_end_close_together(lora: dict[int, Trained]) -> None:
+    alone = flat(lora[1].weights)
+    for n in (2, 3):
+        assert (flat(lora[n].weights) - alone).norm() < 1e-3 * alone.norm()
+
+
+def test_it_learns(worlds: dict[int, Trained]) -> None:
+    assert all(np.isfinite(worlds[1].values("loss")))
+    moved = {name: tensor for name, tensor in worlds[1].weights.items() if not name.endswith("alpha")}
+    assert all(bool(tensor.any()) for tensor in moved.values())
+
+
+def test_the_output_is_the_last_states_weights(worlds: dict[int, Trained]) -> None:
+    for each in worlds.values():
+        assert each.outcome.step == 8
+        last = each.states[-1]
+        verify(last)
+        assert (last.step, last.manifest.processes) == (8, each.run.plan.processes)
+        assert each.output.samefile(last.model)
+
+
+def test_the_gradients_length_is_limited_alike(volume: Volume) -> None:
+    """Shards clip by the whole gradient's length, not by their own."""
+    keys: dict[str, Any] = {"steps": 3, "max_grad_norm": 0.05, "optimizer": "AdamW"}
+    one, two = (trained(volume, name=f"clip-{n}", plan={"processes": n}, **keys) for n in (1, 2))
+    assert min(one.values("grad_norm")) > 0.05
+    assert two.values("grad_norm") == pytest.approx(one.values("grad_norm"), rel=10 * DRIFT)
+    assert two.values("loss") == pytest.approx(one.values("loss"), rel=DRIFT)
+
+
+# ---------------------------------------------------------------- what changes memory or time, not numbers
+
+
+@pytest.mark.parametrize("plan", [{"optimizer_in_backward": False}, {"checkpointing": True}])
+def test_ways_that_give_the_same_to_the_bit(plan: dict[str, Any], full: dict[int, Trained], volume: Volume) -> None:
+    other = trained(volume, name=f"same-{next(iter(plan))}", steps=8, plan=plan)
+    assert other.values("loss") == full[1].values("loss")
+    assert torch.equal(flat(other.weights), flat(full[1].weights))
+
+
+def test_several_passes_are_one_step(full: dict[int, Trained], volume: Volume) -> None:
+    passes = trained(volume, name="passes", steps=8, plan={"images_per_pass": 1})
+    assert passes.run.plan.passes == 4
+    assert passes.values("lr") == full[1].values("lr")
+    assert passes.values("loss") == pytest.approx(full[1].values("loss"), rel=DRIFT)
+
+
+def test_samples_change_no_later_step(full: dict[int, Trained], volume: Volume) -> None:
+    """Three prompts for two processes: one of them draws a picture that nobody keeps."""
+    prompts = ["a large red circle on a white background", "a star", "a cat"]
+    sample = SMALL | {"every": 3, "prompts": prompts}
+    drawn = trained(volume, name="drawn", steps=8, plan={"processes": 2}, sample=sample)
+    assert drawn.values("loss") == full[2].values("loss")
+    assert drawn.output.read_bytes()[-4096:] == full[2].output.read_bytes()[-4096:]
+    assert torch.equal(flat(drawn.weights), flat(full[2].weights))
+    names = [f"step-{step:06d}-{prompt:02d}.png" for step in (0, 3, 6, 8) for prompt in range(3)]
+    assert sorted(path.name for path in drawn.run.folder.samples.iterdir()) == names
+    pictures = {path.read_bytes() for path in drawn.run.folder.samples.iterdir()}
+    assert len(pictures) == len(names)
+
+
+# ---------------------------------------------------------------- what people draw with the output
+
+
+def stock_picture(base: Path, prompt: str, prepare: Callable[[Any], None]) -> np.ndarray:
+    """What diffusers draws with our file, by the settings of ``SMALL`` and the job's defaults."""
+    from diffusers import FluxPipeline
+
+    pipeline: Any = FluxPipeline.from_pretrained(base, torch_dtype=torch.bfloat16)
+    prepare(pipeline)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator("cpu").manual_seed(42)
+    image = pipeline(
+        prompt, width=64, height=64, num_inference_steps=2, guidance_scale=3.5, generator=generator,
+        max_sequence_length=64,
+    ).images[0]  # fmt: skip
+    return np.asarray(image, dtype=int)
+
+
+def last_sample(each: Trained) -> np.ndarray:
+    with Image.open(each.run.folder.samples / f"step-{each.run.plan.steps:06d}-00.png") as image:
+        return np.asarray(image, dtype=int)
+
+
+def test_a_finished_checkpoint_draws_the_last_sample_in_the_stock_pipeline(volume: Volume, flux_tiny: Path) -> None:
+    from trainer.model import bare_model, fill, sources
+
+    prompt = "a large red circle on a white background"
+    keys: dict[str, Any] = {"steps": 4, "sample": SMALL | {"prompts": [prompt]}}
+    each = trained(volume, name="picture", plan={"processes": 2}, **keys)
+
+    def load(pipeline: Any) -> None:
+        model = bare_model(FLUX_TINY).to_empty(device="cpu")
+        fill(model, sources(FLUX_TINY, [each.output], "bfl"), world=None)  # type: ignore[arg-type]  # whole tensors
+        pipeline.transformer = model.eval()
+
+    stock = stock_picture(flux_tiny, prompt, load)
+    assert np.abs(stock - last_sample(each)).max() <= 1
+    untrained = stock_picture(flux_tiny, prompt, lambda pipeline: None)
+    assert np.abs(untrained - stock).max() > 10
+
+
+def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(volume: Volume, flux_tiny: Path) -> None:
+    """On double blocks: diffusers' reader of this format takes the single blocks' width for that of FLUX.1."""
+    prompt = "a star"
+    lora = {"rank": 4, "targets": ["transformer_blocks.*.attn.*", "transformer_blocks.*.ff.net.*"]}
+    keys: dict[str, Any] = {"method": "lora", "lora": lora, "steps": 4, "learning_rate": 1e-2}
+    each = trained(volume, name="adapter-picture", sample=SMALL | {"prompts": [prompt]}, **keys)
+    stock = stock_picture(flux_tiny, prompt, lambda pipeline: pipeline.load_lora_weights(each.output))
+    assert np.abs(stock - last_sample(each)).max() <= 1
+    untrained = stock_picture(flux_tiny, prompt, lambda pipeline: None)
+    assert np.abs(untrained - stock).max() > 10
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "AdamW",
+        "AdamW8bit",
+        "PagedAdamW8bit",
+        "PagedAdamW32bit",
+        "Lion8bit",
+        "PagedLion8bit",
+        "Adafactor",
+        "torch.optim.RAdam",
+    ],
+)
+def test_every_optimizer_trains_shards_as_wholes_and_goes_on(optimizer: str, volume: Volume) -> None:
+    rate = 1e-4 if "Lion" in optimizer else 1e-3
+    keys: dict[str, Any] = {"optimizer": optimizer, "learning_rate": rate, "steps": 4}
+    two = trained(volume, name=f"{optimizer}-2", plan={"processes": 2}, save={"every": 2, "states": 2}, **keys)
+    one = trained(volume, name=f"{optimizer}-1", **keys)
+    assert two.values("loss") == pytest.approx(one.values("loss"), rel=DRIFT)
+    middle, end = two.states
+    again = trained(volume, middle, name=f"{optimizer}-again", plan={"processes": 2}, **keys)
+    assert again.values("loss") == two.values("loss")[2:]
+    assert_equal_states(again.states[-1], end)
+
+
+@pytest.mark.parametrize("keys", [{"method": "full"}, {"method": "lora", "plan": {"processes": 2}}])
+def test_prodigy_sees_the_whole_model(keys: dict[str, Any], volume: Volume) -> None:
+    """A full model in one process, whatever the GPUs; replicas of an adapter each see all of it."""
+    name = f"prodigy-{keys['method']}"
+    common: dict[str, Any] = keys | {"optimizer": "Prodigy", "learning_rate": 1.0, "steps": 4, "gpus": 2}
+    whole = trained(volume, name=name, save={"every": 2, "states": 2}, **common)
+    assert whole.run.plan.processes == (1 if keys["method"] == "full" else 2)
+    middle, end = whole.states
+    again = trained(volume, middle, name=f"{name}-again", **common)
+    assert again.values("loss") == whole.values("loss")[2:]
+    assert_equal_states(again.states[-1], end)
+
+
+def assert_equal_states(one: State, other: State) -> None:
+    """To the bit; beside the name of the run, which stands in the header of the weights."""
+    assert one.step == other.step
+    assert one.optimizer.read_bytes() == other.optimizer.read_bytes()
+    assert one.manifest.optimizer_scalars == other.manifest.optimizer_scalars
+    weights, others = read_tensors(one.model), read_tensors(other.model)
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+# ---------------------------------------------------------------- going on with another number of processes
+
+
+def save_again(run_file: Path) -> None:
+    """Loads the state that a run goes on from, and saves it as a state of this run."""
+    from trainer.train import Training
+    from trainer.world import join_world
+
+    run = RunFile.read(run_file)
+    with join_world(run) as world:
+        training = Training.set_up(run, world)
+        training.save(training.start)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("keys", [{}, {"optimizer": "Adafactor"}, {"method": "lora"}], ids=["8bit", "owners", "lora"])
+def test_a_state_is_loaded_to_the_bit_in_any_number_of_processes(
+    keys: dict[str, Any], processes: int, volume: Volume, request: pytest.FixtureRequest
+) -> None:
+    kind = request.node.callspec.id.replace("[", "").replace("]", "")
+    saved = trained(volume, name=f"saved-{kind}", steps=2, plan={"processes": 2}, **keys).states[-1]
+    run = prepared(volume, saved, name=f"loaded-{kind}", steps=2, plan={"processes": processes}, **keys)
+    loaded = train(run, work=save_again)
+    assert loaded.codes == [0] * processes, loaded.log
+    assert_equal_states(loaded.states[-1], saved)
+    assert loaded.states[-1].manifest.processes == processes
+
+
+def test_it_goes_on_with_another_number_of_processes(full: dict[int, Trained], volume: Volume) -> None:
+    half = trained(volume, name="half", steps=4, plan={"processes": 2})
+    rest = trained(volume, half.states[-1], name="rest", steps=8, plan={"processes": 1})
+    assert half.values("loss") == full[2].values("loss")[:4]
+    assert rest.values("step") == [5, 6, 7, 8]
+    assert rest.values("lr") == full[2].values("lr")[4:]
+    assert rest.values("loss") == pytest.approx(full[2].values("loss")[4:], rel=DRIFT)
+
+
+# ---------------------------------------------------------------- other bases and settings
+
+
+def test_a_base_without_guidance(volume: Volume) -> None:
+    sample = SMALL | {"prompts": ["a star"]}
+    each = trained(volume, name="schnell", base="flux-tiny-schnell", steps=2, sample=sample, plan={"processes": 2})
+    assert len(list(each.run.folder.samples.iterdir())) == 4 // 2
+    assert not any("guidance" in name for name in each.weights)
+
+
+def test_masks_and_dropped_captions_reach_the_model(volume: Volume) -> None:
+    keys: dict[str, Any] = {"steps": 2, "learning_rate": 1e-6}
+    plain = trained(volume, name="plain", **keys)
+    masked = trained(volume, name="masked", t5_mask=True, **keys)
+    dropped = trained(volume, name="dropped", caption_dropout=1.0, **keys)
+    losses = [tuple(each.values("loss")) for each in (plain, masked, dropped)]
+    assert len(set(losses)) == 3
+    for each in losses[1:]:
+        assert each == pytest.approx(losses[0], rel=0.2)  # the same pictures and noise
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(volume: Volume) -> None:
+    run = prepared(volume, name="signal", steps=500, plan={"processes": 2})
+    log, port = run.folder.log, free_port()
+    from tests.training import _train
+
+    world = [start(_train, run.folder.run_file, log=log, rank=rank, size=2, port=port) for rank in range(2)]
+    wait_for_step(run, 2)
+    os.kill(world[1].pid, signal.SIGTERM)
+    each = Trained(run, finish(world, log))
+    step = int(each.values("step")[-1])
+    assert each.outcome.code == 75
+    assert each.outcome.step == step
+    assert each.outcome.reason == f"stopped by a signal after step {step}; the newest state is of step {step}"
+    assert [state.step for state in each.states] == [step]
+    verify(each.states[0])
+
+
+def wait_for_step(run: RunFile, step: int, limit: float = 60.0) -> None:
+    deadline = time.monotonic() + limit
+    while not run.folder.metrics.exists() or len(read_metrics(run.folder.metrics)) < step:
+        assert time.monotonic() < deadline, run.folder.log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"optimizer": "Adafactor", "optimizer_args": {"momentum": 0.9}}, "optimizer_args: Adafactor does not take"),
+        ({"optimizer": "no.such.Optimizer"}, "optimizer: no.such.Optimizer cannot be imported"),
+        ({"schedule": "math.log"}, "schedule_args: math.log does not work"),
+    ],
+)
+def test_what_a_user_did_is_the_jobs_problem(keys: dict[str, Any], told: str, volume: Volume) -> None:
+    name = f"wrong-{next(iter(keys.values()))}-{len(keys)}"
+    each = train(prepared(volume, name=name, plan={"processes": 2}, **keys))
+    assert each.codes == [1, 1]
+    assert each.outcome.code == 64
+    assert each.outcome.reason.startswith(told)
+
+
+@pytest.mark.parametrize(("planned", "started"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_than_planned_is_refused(planned: int, started: int, volume: Volume) -> None:
+    """P12: a launcher that starts one instead of two would train without a word, at half the speed."""
+    run = prepared(volume, name=f"planned-{planned}", plan={"processes": planned})
+    each = train(run, started)
+    assert each.codes == [1] * started
+    assert each.outcome.code == 1
+    assert f"the plan asks for {planned} processes, the launcher started {started}" in each.outcome.reason
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loss_that_is_no_number_stops_the_run_at_its_step(
+    processes: int, volume: Volume, tmp_path: Path, flux_tiny: Path
+) -> None:
+    """One picture's latent is NaN; every process reads the loss, so all stop."""
+    own = fill_volume(tmp_path / "volume", flux_tiny)
+    shutil.copytree(volume.cache, own.cache, dirs_exist_ok=True)
+    run = prepared(own, name="poisoned", steps=8, save={"every": 1}, plan={"processes": processes})
+    items = run.read_items()
+    bad = steps_of(run).index(next(step for step in steps_of(run)[3:] if len(step) == 4))
+    spoil_latent(run.cache, items[steps_of(run)[bad][0]].latent_key)
+    each = train(run)
+    first = next(number for number, step in enumerate(steps_of(run)) if spoiled(step, items, run.cache)) + 1
+    assert each.outcome.code == 1
+    assert each.outcome.reason.startswith(f"the loss of step {first} is nan; the newest state stands.")
+    assert each.values("step") == list(range(1, first))
+    newest = each.states[-1]
+    assert newest.step == first - 1
+    verify(newest)
+    assert bool(torch.isfinite(flat(read_tensors(newest.model))).all())
+
+
+def steps_of(run: RunFile) -> list[tuple[int, ...]]:
+    from trainer.data import Latents, TrainingData
+
+    data = TrainingData(run, run.read_items(), Latents(0.0, 1.0), rank=0)
+    return [data.step(index) for index in range(run.plan.steps)]
+
+
+def spoil_latent(cache: Path, key: str) -> None:
+    """NaN in place of a latent's mean, in every shard that holds it."""
+    for path in cache.glob("shard-*.safetensors"):
+        entry = read_header(path).tensors.get(f"{key}.mean")
+        if entry:
+            with path.open("r+b") as file:
+                file.seek(entry.offset)
+                file.write(b"\xff\x7f" * entry.shape.numel() if hasattr(entry.shape, "numel") else b"\xff\x7f" * 8)
+
+
+def spoiled(step: tuple[int, ...], items: Any, cache: Path) -> bool:
+    return any(bool(Cache(cache).read(items[index].latent_key)["mean"].isnan().any()) for index in step)
+
+
+def test_weights_that_are_no_numbers_on_one_process_are_saved_by_none(volume: Volume) -> None:
+    """The loss is still one: only the update was not. All processes answer alike, or those that go on would wait."""
+    keys: dict[str, Any] = {"optimizer": "tests.trainer.test_train.SpoilsLastRows", "steps": 4, "save": {"every": 1}}
+    each = train(prepared(volume, name="spoiled-rows", plan={"processes": 2}, **keys))
+    assert each.codes == [1, 1]
+    assert each.outcome.code == 1
+    assert "holds NaN or infinity: nothing is saved; the newest state stands" in each.outcome.reason
+    assert [state.step for state in each.states] == [1]
+    assert bool(torch.isfinite(flat(read_tensors(each.states[0].model))).all())
+    assert [path.name for path in each.run.folder.states.iterdir()] == ["step-000001"]
+
+
+class SpoilsLastRows(torch.optim.SGD):
+    """In its second step, for tensors large enough to have their last row on the last process."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.count = getattr(self, "count", 0) + 1
+        for parameter in self.param_groups[0]["params"]:
+            if self.count == 2 and parameter.dim() == 2:
+                parameter.data[-1] = torch.nan
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sample_that_fails_is_a_warning(processes: int, full: dict[int, Trained], volume: Volume) -> None:
+    sample = SMALL | {"every": 4, "prompts": ["a star"]}
+    run = prepared(volume, name=f"no-samples-{processes}", steps=8, plan={"processes": processes}, sample=sample)
+    run = replace(run, weights=replace(run.weights, scheduler=Path("/nowhere")))
+    run.write(run.read_items())
+    each = train(run)
+    assert each.outcome.code == 0
+    assert each.log.count("are not complete") == 3 * processes
+    assert each.values("loss") == full[processes].values("loss")
+
+
+def test_a_picture_that_cannot_be_written_on_one_process_stops_nobody(volume: Volume) -> None:
+    """Three prompts for two processes: the first fails on one; the third needs both."""
+    sample = SMALL | {"every": 2, "prompts": ["a star", "a circle", "a square"]}
+    run = prepared(volume, name="unwritten", steps=2, plan={"processes": 2}, sample=sample)
+    (run.folder.samples / ".step-000000-00.png.part").mkdir(parents=True)
+    each = train(run)
+    assert each.outcome.code == 0
+    assert "samples of step 0 are not complete: process 0: IsADirectoryError" in each.log
+    assert (run.folder.samples / "step-000000-02.png").exists()
+    assert (run.folder.samples / "step-000002-00.png").exists()
+
+
+def test_a_disk_that_takes_no_state_in_between_is_told(volume: Volume) -> None:
+    run = prepared(volume, name="no-room", steps=3, save={"every": 1, "states": 3, "weights": 3}, plan={"processes": 2})
+    (run.folder.states / ".step-000002.part").parent.mkdir()
+    (run.folder.states / ".step-000002.part").write_text("in the way")
+    each = train(run)
+    assert each.outcome.code == 0, each.log
+    assert [state.step for state in each.states] == [1, 3]
+    assert "the state of step 2 was NOT saved: " in each.log
+    assert "The older ones stand; training goes on." in each.log
+
+
+def test_a_damaged_state_is_told(volume: Volume) -> None:
+    saved = trained(volume, name="to-be-damaged", steps=2).states[-1]
+    run = prepared(volume, saved, name="damaged", steps=4)
+    saved.optimizer.unlink()
+    each = train(run)
+    assert each.outcome.code == 64
+    assert "optimizer.safetensors is missing" in each.outcome.reason
+    with pytest.raises(ValueError, match="missing"):
+        read_state(saved.path)
