@@ -1,5 +1,15 @@
-# One image for every pod. Layers go from what changes least to what changes with every commit. No weights and no
-# secrets are in it, and nothing of it lies under the volume's mount point, which would hide it.
+# One image for every pod. Layers go from what changes least to what changes with every commit, so that a release moves
+# about a megabyte. No weights and no secrets are in it, and nothing of it lies under the volume's mount point, which
+# would hide it. Built by `make push`; the figures below are compressed sizes, since every gigabyte is minutes of pulling
+# on a billed pod.
+
+# The pins of torch and of what torch needs, by themselves: the layer of gigabytes below depends on these lines alone,
+# not on the rest of requirements.txt. (The CUDA wheels and triton are tied to one version each by torch's metadata.)
+FROM debian:bookworm-slim AS pins
+COPY requirements.txt /
+RUN grep -E '^(torch|filelock|fsspec|Jinja2|MarkupSafe|mpmath|networkx|setuptools|sympy|typing_extensions)==' \
+        /requirements.txt > /torch.txt
+
 FROM debian:bookworm-slim
 
 # ca-certificates: downloads over https.
@@ -7,7 +17,7 @@ FROM debian:bookworm-slim
 # gcc, libc6-dev, python3-dev: torch.compile builds its launchers at run time, on the pod.
 # tini: PID 1 that reaps orphans and passes signals on.
 # openssh-server: a way in when PUBLIC_KEY is set. The host keys that its installation makes are removed, as every
-# container would have the same ones; start.sh makes them anew.
+# container would have the same ones; start.sh makes them once for each volume.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates \
@@ -18,7 +28,8 @@ RUN apt-get update \
         python3-dev \
         python3-venv \
         tini \
-    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && sed -i '1i . /etc/profile.d/fluxpod.sh' /etc/bash.bashrc
 
 # NVIDIA_*: what the container runtime of the host mounts in (the driver's library and nvidia-smi). Everything else of
 # CUDA comes with torch.
@@ -30,20 +41,40 @@ ENV PATH=/opt/fluxpod/venv/bin:$PATH \
     PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1
 
-# Gigabytes, nearly all of it torch with CUDA; made anew only when a pin changes.
-COPY requirements.txt /opt/fluxpod/
+# torch with CUDA: gigabytes, nearly all of the image; made anew only when one of its pins changes. The package index's
+# own torch is built for CUDA 13, which needs a host with driver 580 or newer. That is the default: it is the build torch
+# is tested most with, every Hopper and Blackwell host of today has such a driver, and the template asks the platform for
+# CUDA 13 hosts alone (allowedCudaVersions), so that a pod does not land on another. What it leaves out is older hosts,
+# of which the cheap cards (A40, 3090, L4) have most. For those: TORCH_INDEX, the address of PyTorch's own index of an
+# older CUDA (they stand on its "Get started" page, and end in cu126 or the like), searched beside the usual one; a wheel
+# with such an ending counts as newer than the same version without. `make push TORCH_INDEX=...` tags it by that ending.
+ARG TORCH_INDEX=
+COPY --from=pins /torch.txt /opt/fluxpod/
 RUN python3 -m venv /opt/fluxpod/venv \
-    && pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/requirements.txt
+    && pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/torch.txt \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
+
+# All other packages. JupyterLab with what it brings is @JUPYTER@ of it: uploads and a terminal for people who have a
+# browser and nothing else.
+COPY requirements.txt /opt/fluxpod/
+RUN pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/requirements.txt
 
 COPY entrypoint/start.sh /opt/fluxpod/
 COPY entrypoint/supervisord.conf /etc/
+COPY entrypoint/sshd.conf /etc/ssh/sshd_config.d/fluxpod.conf
+COPY entrypoint/login.sh /etc/profile.d/fluxpod.sh
+COPY entrypoint/volume_modules.pth /opt/fluxpod/venv/lib/python3.11/site-packages/zz-fluxpod-volume.pth
 
 # The application: about a megabyte, the one layer that most releases change.
 COPY . /tmp/source
 RUN pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation /tmp/source \
     && rm -rf /tmp/source
 
+ARG VERSION=0
 LABEL org.opencontainers.image.title=fluxpod \
+    org.opencontainers.image.version=$VERSION \
     org.opencontainers.image.licenses=Apache-2.0
+
+EXPOSE 22 7860 8888
 
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/fluxpod/start.sh"]

@@ -207,6 +207,13 @@ def read_memory(root: Path, environment: Mapping[str, str]) -> int:
     return min([limit for limit in (host, *limits) if limit > 0], default=0)
 
 
+def read_oom_kills(root: Path = Path("/")) -> int:
+    """How many processes of this container the kernel has killed for want of memory so far."""
+    texts = _group_files(root, "", "memory.events") + _group_files(root, "memory", "memory.oom_control")
+    counts = [int(count) for text in texts for count in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)]
+    return max(counts, default=0)
+
+
 def _group_folders(root: Path, controller: str, file: str) -> list[Path]:
     """Folders of this process's control group and its parents that hold ``file``; ``controller`` "" is version 2.
 

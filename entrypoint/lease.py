@@ -93,10 +93,20 @@ class LeaseTakenError(RuntimeError):
 
 
 class HeldLease:
-    """A lease of ours, raised by a thread while the context lasts; ``lost`` is called once if another took it."""
+    """A lease of ours, raised by a thread while the context lasts.
 
-    def __init__(self, path: Path, pod: str, lost: Callable[[], None], renew: float = RENEW):
-        self.path, self.lease, self.lost, self.renew = path, Lease.mine(pod), lost, renew
+    ``lost`` is called once if another took it, ``beat`` with every beat.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        pod: str,
+        lost: Callable[[], None],
+        beat: Callable[[], None] = lambda: None,
+        renew: float = RENEW,
+    ):
+        self.path, self.lease, self.lost, self.beat, self.renew = path, Lease.mine(pod), lost, beat, renew
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
 
@@ -134,3 +144,4 @@ class HeldLease:
             self.lease = replace(self.lease, counter=self.lease.counter + 1)
             with suppress(OSError):  # a volume that hangs or is full: the next beat may come through
                 write_json(self.path, asdict(self.lease))
+            self.beat()

@@ -28,9 +28,9 @@ from bootstrap.outcome import (
     PodError,
 )
 from bootstrap.plan import Plan, make_plan
-from bootstrap.pod import read_pod
+from bootstrap.pod import read_oom_kills, read_pod
 from bootstrap.run_file import RunFile
-from bootstrap.state import State, newest_whole, resume_problems
+from bootstrap.state import State, newest_whole, read_state, resume_problems
 from bootstrap.volume import RunFolder, Volume, write_atomically
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
@@ -126,7 +126,7 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     running = Running(job_file, loaded.text, volume, folder, StatusFile(folder.status), stop)
     if already_done(loaded, folder):
         return _still_done(loaded.job, running)
-    lease = HeldLease(folder.lease, os.environ.get("RUNPOD_POD_ID", ""), running.lease_lost)
+    lease = HeldLease(folder.lease, os.environ.get("RUNPOD_POD_ID", ""), running.lease_lost, running.status.beat)
     if not wait_for_lease(lease, stop):
         return STOPPED
     with lease:
@@ -302,11 +302,14 @@ def train(run: RunFile, running: Running) -> Outcome:
             phase: Phase = "stopping" if running.stop.requested else "training"
             running.status.tell(phase, phase + running.notice(), step=progress.step, steps=steps)
 
+    oom_kills = read_oom_kills()
     (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look)
     progress.close()
     outcome = Outcome.read(run.folder.outcome)
     if outcome is None:
-        outcome = Outcome(CRASH, f"the trainer crashed ({describe_exit(status)})", progress.step)
+        killed = read_oom_kills() - oom_kills
+        why = f"the container's memory ran out: {killed} killed" if killed > 0 else describe_exit(status)
+        outcome = Outcome(CRASH, f"the trainer crashed ({why})", progress.step)
     if outcome.code == CRASH:
         print(f"The end of {run.folder.log}:\n{last_lines(run.folder.log)}", flush=True)
     return outcome
@@ -327,6 +330,4 @@ def last_lines(log: Path, count: int = LAST_LINES) -> str:
 def _last_step_of(run: RunFile) -> int:
     if run.resume is None:
         return 0
-    from bootstrap.state import read_state
-
     return read_state(run.resume).step

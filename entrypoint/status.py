@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,17 +33,27 @@ class Status:
 
 
 class StatusFile:
-    """Writes a run's status; every write is one heartbeat."""
+    """Writes a run's status; every write is one heartbeat. May be used from several threads."""
 
     def __init__(self, path: Path):
         self.path = path
-        last = Status.read(path)
-        self._heartbeat = last.heartbeat if last else 0
+        self._lock = threading.Lock()
+        self._last = Status.read(path)
 
     def tell(self, phase: Phase, message: str, *, step: int = 0, steps: int = 0, code: int | None = None) -> None:
-        self._heartbeat += 1
+        with self._lock:
+            self._write(Status(phase, message, step, steps, code))
+
+    def beat(self) -> None:
+        """Says again what was said last, to show that somebody lives; nothing where nothing was said yet."""
+        with self._lock:
+            if self._last:
+                self._write(self._last)
+
+    def _write(self, status: Status) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._last = replace(status, heartbeat=self._last.heartbeat + 1 if self._last else 1, updated=now)
         try:
-            write_json(self.path, asdict(Status(phase, message, step, steps, code, self._heartbeat, now)))
+            write_json(self.path, asdict(self._last))
         except OSError as error:  # a full disk must not end a healthy training for want of a status
             print(f"status: {self.path} was not written: {error}", flush=True)

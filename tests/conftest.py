@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.bases", "tests.loopback_hub"]
+pytest_plugins = ["tests.bases", "tests.loopback_hub", "tests.loopback_runpod"]
 
 # Before any test module imports torch or huggingface_hub, which read these once.
 _CACHES = tempfile.mkdtemp(prefix="fluxpod-test-")

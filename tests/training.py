@@ -92,7 +92,9 @@ _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["tests.training", "trainer.train", "trainer.encode"])
 
 
-def start(work: Callable[..., int | None], *arguments: Any, log: Path, rank: int = 0, size: int = 1, port: int = 0) -> Any:
+def start(
+    work: Callable[..., int | None], *arguments: Any, log: Path, rank: int = 0, size: int = 1, port: int = 0
+) -> Any:
     """A process of a world as the launcher starts it; its exit code is what ``work`` gives."""
     environment = {
         "ACCELERATE_USE_CPU": "1",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.pod import Pod, parse_gpus, read_cpus, read_gpus, read_memory, read_pod
+from bootstrap.pod import Pod, parse_gpus, read_cpus, read_gpus, read_memory, read_oom_kills, read_pod
 
 A40 = "0, NVIDIA A40, 46068, 45634, 580.95.05, 8.6, GPU-aaaa1111, [N/A]"
 A40_2 = "1, NVIDIA A40, 46068, 45634, 580.95.05, 8.6, GPU-bbbb2222, [N/A]"
@@ -211,3 +211,18 @@ def test_the_pod_of_this_test(tmp_path: Path) -> None:
     assert pod.cpus >= 1
     assert pod.memory > 0
     assert pod.disk_free > 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("memory.events", "low 0\nhigh 0\nmax 5\noom 3\noom_kill 2\noom_group_kill 0\n"),
+        ("memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+)
+def test_processes_killed_for_memory_are_counted(tmp_path: Path, file: str, text: str) -> None:
+    path = tmp_path / "sys/fs/cgroup" / file
+    path.parent.mkdir(parents=True)
+    assert read_oom_kills(tmp_path) == 0
+    path.write_text(text, encoding="utf-8")
+    assert read_oom_kills(tmp_path) == 2
