@@ -35,7 +35,7 @@ endef
 export MAKE_ENVIRONMENT
 export PYTHON
 
-.PHONY: help demo test check format test-image bench reference clean
+.PHONY: help demo test check format test-image push bench reference template pod clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,11 +61,42 @@ format: $(STAMP) ## format the code and fix what ruff can fix
 test-image: $(STAMP) ## build the real image with podman and run jobs in it (root; podman, buildah, runc, debootstrap)
 	@$(RUN) pytest tests/image
 
+# With docker, layers of earlier releases come from and go to the registry (IMAGE:cache), so that a release on any machine
+# moves megabytes; podman's own are on its machine. Log in first (`docker login`, `podman login`).
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?=
+TORCH_INDEX ?=
+CUDA = $(addprefix -,$(notdir $(TORCH_INDEX:/=)))
+TAG = $(IMAGE):$(VERSION)$(CUDA)
+CACHE = type=registry,ref=$(IMAGE):cache$(CUDA)
+BUILD_ARGUMENTS = --build-arg VERSION=$(VERSION) --build-arg TORCH_INDEX=$(TORCH_INDEX) --tag $(TAG)
+
+push: ## build and push the image, tagged with the version: make push IMAGE=registry/name
+	@case "$(notdir $(IMAGE))" in \
+	    '' | *:*) echo "Name the image, without a tag: make push IMAGE=registry/name" >&2; exit 2 ;; \
+	esac
+	@if command -v docker > /dev/null; then \
+	    set -x; docker buildx build $(BUILD_ARGUMENTS) --provenance=false --push \
+	        --cache-from $(CACHE) --cache-to $(CACHE),mode=max . ; \
+	elif command -v podman > /dev/null; then \
+	    set -x; podman build --layers --format docker $(BUILD_ARGUMENTS) . && podman push $(TAG); \
+	else \
+	    echo "make push needs docker (with buildx) or podman." >&2; exit 2; \
+	fi
+	@echo "pushed $(TAG)"
+
 bench: $(STAMP) ## speed and memory of real-size FLUX on this machine's GPU
 	@$(RUN) bench.gpu
 
 reference: $(STAMP) ## write jobs/reference.yaml and jobs/job.schema.json anew from the schema
 	@$(RUN) jobs.reference
+
+# IMAGE is where `make push` put the image; the key is FLUXPOD_RUNPOD_API_KEY in the environment. MORE: see --help.
+template: $(STAMP) ## print RunPod's template (IMAGE=you/fluxpod:0.1.0); with an API key, save it
+	@$(RUN) entrypoint.cli template $(if $(IMAGE),--image "$(IMAGE)") $(MORE)
+
+pod: $(STAMP) ## create a RunPod pod with a job inside (IMAGE=... JOB=my-job.yaml GPU="2xA100 80GB"); it is billed
+	@$(RUN) entrypoint.cli create-pod "$(JOB)" --gpu "$(GPU)" $(if $(IMAGE),--image "$(IMAGE)") $(MORE)
 
 clean: ## remove the environment, the demo's volume and what tools left
 	rm -rf .venv .venv.lock demo build dist *.egg-info .*_cache .hypothesis

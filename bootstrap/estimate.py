@@ -39,9 +39,13 @@ GATHERED_BLOCKS = 3  # sharded: the block at work, the next one under way, the l
 VAE = int(0.2 * GIB)  # 84 M parameters, in bf16
 DECODE = 3 * GIB / 2**20  # bytes per pixel while the VAE decodes a sample. Not measured here; 2.5 to 3 GiB at 1024 px
 
+# Whole steps on one H200 (bench/NOTES.md, 2026-11-30): a full one at 1024 px 0.94 s, an adapter's 0.53 s.
 EFFICIENCY = 0.44  # of the bf16 rate on paper, compiled
 EFFICIENCY_EAGER = 0.37
+EFFICIENCY_LORA = 0.31  # the adapters' own small products run in float32
+UPDATE_SLOWDOWN = 8  # times what its bytes alone take: hundreds of small tensors, one after the other
 HOST_LINK = 20.0  # GB/s between a GPU and pinned host memory, each direction: PCIe 4 x16
+HOST_LINK_HOPPER = 64.0  # as measured, both directions in turn
 HOST_PER_PROCESS = 3 * GIB  # libraries, compiler and buffers of one training process
 VOLUME_SPEED = 300e6  # bytes/s written to a network volume, advertised as 200 to 400 MB/s
 BLOCK_8BIT = 256  # values that share one absmax in an 8-bit state
@@ -239,11 +243,13 @@ def activation_bytes(work: Work, way: Arrangement) -> int:
 def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -> float:
     """Of a step in which the busiest process has ``images``.
 
-    Traffic between GPUs and to the host is taken to hide under the arithmetic as far as that lasts.
+    Traffic between GPUs is taken to hide under the arithmetic as far as that lasts (not measured yet); the update, and
+    what it streams from and to the host, does not.
     """
     parts = way.processes if way.sharded else 1
     forwards = (2.2 if work.lora else 3) + way.checkpointing
-    rate = gpu.tflops * 1e12 * (EFFICIENCY if way.compiled else EFFICIENCY_EAGER)
+    compiled = EFFICIENCY_LORA if work.lora else EFFICIENCY
+    rate = gpu.tflops * 1e12 * (compiled if way.compiled else min(compiled, EFFICIENCY_EAGER))
     compute = images * work.forward * forwards / rate
     foreign = (way.processes - 1) / way.processes  # of every tensor, what lies on the other GPUs
     if way.sharded:  # per pass: weights gathered once or twice, gradients summed up once
@@ -251,23 +257,19 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
     else:  # the adapter's gradients, once
         traffic = 2 * FP32 * work.trained * foreign
     transfer = traffic / (gpu.link * 1e9)
-    if way.states_on_host:
-        transfer += work.optimizer / parts / (HOST_LINK * 1e9)
     # The update reads and writes weights (and their 32-bit copies), gradients and states; every further pass adds its
     # gradients to those before it.
     moved = 16 * work.trained + (0 if way.states_on_host else 2 * work.optimizer)
     moved += (way.passes - 1) * 3 * (FP32 if work.lora else BF16) * work.trained
-    return max(compute, transfer) + moved / parts / (gpu.bandwidth * 1e9)
+    update = moved / parts / (gpu.bandwidth * 1e9) * (1 if work.lora else UPDATE_SLOWDOWN)
+    if way.states_on_host:
+        link = HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK
+        update += 2 * work.optimizer / parts / (link * 1e9)
+    return max(compute, transfer) + update
 
 
 def seconds_per_sample(work: Work, denoising_steps: int, gpu: GpuModel) -> float:
     return denoising_steps * work.sample_forward / (gpu.tflops * 1e12 * EFFICIENCY)
-
-
-def cached_image_bytes(width: int, height: int, shape: FluxShape) -> int:
-    """Bytes of one image as training reads it: mean and spread of its latent in float16 (16 channels at an eighth of
-    the sides) and its text in bf16."""
-    return 2 * 2 * 16 * (width // 8) * (height // 8) + BF16 * text_tokens(shape) * shape.text_size
 
 
 def in_gib(size: float) -> str:

@@ -36,7 +36,6 @@ LORA_STEPS = 1000
 FULL_EPOCHS, FULL_LEAST, FULL_MOST = 100, 1000, 4000
 MANY_VIEWS = {"full": 200, "lora": 300}  # times one image is seen, from where on a model repeats it by heart
 MOST_WORKERS = 2  # per process: cached images are read, not decoded; more only costs memory
-PREFETCH = 2  # batches that each worker holds ready (PyTorch's default)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Plan:
     optimizer_in_backward: bool
     optimizer_states: Literal["device", "host"]
     threads: int  # CPU threads per process
-    workers: int  # data loading processes per training process
+    workers: int  # data loading threads per training process
     steps: int
     steps_per_epoch: int
     memory_per_gpu: int  # estimated peak, bytes
@@ -102,7 +101,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
     steps, per_epoch, length_reason = run_length(job, data)
     disk, disk_reason = disk_needed(job, work, steps)
     threads = max(1, pod.cpus // way.processes)
-    workers, workers_reason = _workers(job, pod, work, data, way)
+    workers, workers_reason = _workers(pod, way)
     memory = estimate.memory_per_gpu(work, way)
     choices = (
         device,
@@ -216,18 +215,11 @@ def disk_needed(job: Job, work: Work, steps: int) -> tuple[int, str]:
 # ---------------------------------------------------------------- loaders
 
 
-def _workers(job: Job, pod: Pod, work: Work, data: DataSummary, way: Arrangement) -> tuple[int, str]:
-    """Loading processes for each training process: what CPUs and /dev/shm bear, at most ``MOST_WORKERS``; and why."""
-    width, height, _ = max(image_sizes(job, data), key=lambda size: size[0] * size[1])
-    share = math.ceil(job.images_per_step / way.processes)
-    batch = share * estimate.cached_image_bytes(width, height, work.shape)
-    by_cpu = max(0, pod.cpus // way.processes - 1)
-    by_shm = int(pod.shm / 2 / (way.processes * PREFETCH * batch))  # half: NCCL and the user's own need some too
-    workers = min(MOST_WORKERS, by_cpu, by_shm)
+def _workers(pod: Pod, way: Arrangement) -> tuple[int, str]:
+    """Loading threads for each training process, and why. Threads, not processes: they need no /dev/shm."""
+    workers = max(1, min(MOST_WORKERS, pod.cpus // way.processes - 1))
     if workers == MOST_WORKERS:
         return workers, f"enough to read cached images; {pod.cpus} CPUs"
-    if by_shm < by_cpu:
-        return workers, f"/dev/shm has only {decimal(pod.shm)} free; a loader holds {decimal(PREFETCH * batch)} there"
     return workers, f"{pod.cpus} CPUs for {way.processes} process{'es' if way.processes > 1 else ''}"
 
 
@@ -250,14 +242,13 @@ def _times(job: Job, pod: Pod, base: FluxShape, data: DataSummary, plan: Plan) -
     if found is None:
         why = "no estimate for a CPU" if plan.device == "cpu" else "this GPU is not in the table of known ones"
         return (Choice("speed", "not known", why),)
-    rate = estimate.EFFICIENCY if plan.compile else estimate.EFFICIENCY_EAGER
     parts = {"training": found.training, "samples": found.drawing, "saves": found.saving}
     told = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in parts.items() if seconds)
     return (
         Choice(
             "speed",
             f"{found.step:.2f} s a step, {found.images_per_second:.2f} images/s",
-            f"estimated: {rate:.0%} of the card's bf16 rate on paper, as measured on one H200",
+            "estimated from the card's figures on paper and whole steps measured on one H200",
         ),
         Choice("time", in_time(found.total), f"{told}; downloads and the cache of images come before"),
     )

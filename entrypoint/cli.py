@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     states.add_argument("--verify", action="store_true", help="hash every byte")
     _volume_option(states)
 
+    clean = commands.add_parser("clean", help="list what may go from the volume: old models, caches, thinned states")
+    clean.add_argument("--yes", action="store_true", help="remove it")
+    clean.add_argument("--older-than", type=float, default=7.0, metavar="DAYS", help="only what is older (7)")
+    clean.add_argument("--only", action="append", choices=("models", "caches", "states"), help="may be repeated")
+    _volume_option(clean)
+
+    template = commands.add_parser("template", help="print RunPod's template of the image; with an API key, save it")
+    template.add_argument("--public", action="store_true", help="show it to all users of RunPod")
+    _deployment_options(template)
+
+    create_pod = commands.add_parser(
+        "create-pod",
+        help="print the request for a RunPod pod with a job inside; with an "
+        "API key, create it: it is billed from then on",
+    )
+    create_pod.add_argument("job", type=Path, help="the job's YAML file")
+    create_pod.add_argument("--gpu", required=True, help='such as A40, "2xA100 80GB", or RunPod\'s own name')
+    create_pod.add_argument("--network-volume", default="", metavar="ID", help="mount it in place of a volume disk")
+    create_pod.add_argument("--data-center", default="", metavar="ID", help="such as EU-RO-1")
+    create_pod.add_argument("--cloud", choices=("SECURE", "COMMUNITY"), default="SECURE")
+    _deployment_options(create_pod)
+
     options = parser.parse_args(arguments)
+    if options.command in ("template", "create-pod"):
+        return _deploy(options)
     volume = Volume(options.volume.absolute())
     # Imported late: a mistyped command should not wait for torch.
     if options.command == "check":
@@ -48,9 +73,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from entrypoint.states import show_states
 
         return show_states(volume, options.run, options.verify)
+    if options.command == "clean":
+        from entrypoint.clean import KINDS
+        from entrypoint.clean import clean as clean_volume
+
+        return clean_volume(volume, yes=options.yes, days=options.older_than, kinds=options.only or KINDS)
     from entrypoint.pod import watch
 
     return watch(volume)
+
+
+def _deployment_options(parser: argparse.ArgumentParser) -> None:
+    image = os.environ.get("FLUXPOD_IMAGE", "")
+    parser.add_argument("--image", default=image, required=not image, help="where it was pushed to: you/fluxpod:0.1.0")
+    parser.add_argument("--name", default="fluxpod", help="of the template (fluxpod)")
+    parser.add_argument("--volume-gb", type=int, default=300, help="300 for checkpoints, 200 for LoRA")
+    parser.add_argument("--cuda", type=_cuda_version, default="13.0", help="least CUDA version of the host (13.0)")
+    parser.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a RunPod secret to hand on, beside HF_TOKEN; may be repeated",
+    )
+
+
+def _cuda_version(text: str) -> str:
+    if not re.fullmatch(r"\d{1,2}\.\d", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no CUDA version; write for example 12.8")
+    return text
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    from entrypoint.deploy import SECRETS, Deployment, create_pod, create_template
+
+    chosen = {"image": options.image, "name": options.name, "volume_gb": options.volume_gb, "cuda": options.cuda}
+    secrets = tuple(dict.fromkeys((*SECRETS, *options.secret)))
+    if options.command == "template":
+        return create_template(Deployment(**chosen, secrets=secrets, public=options.public), os.environ)
+    places = {"network_volume": options.network_volume, "data_center": options.data_center, "cloud": options.cloud}
+    return create_pod(options.job, Deployment(**chosen, **places, secrets=secrets, gpu=options.gpu), os.environ)
 
 
 def _volume_option(parser: argparse.ArgumentParser) -> None:

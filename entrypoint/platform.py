@@ -1,8 +1,8 @@
 """RunPod's API, v2: stop or terminate a pod, look whether it took, make templates and pods.
 
 The address is FLUXPOD_RUNPOD_API. Keys: FLUXPOD_RUNPOD_API_KEY, the user's own, then RUNPOD_API_KEY, which RunPod puts
-into every pod; whether that one may stop its pod is not certain, so a refused key is followed by the next. Keys are in no
-message and no repr.
+into every pod; whether that one may stop its pod is not certain, so a refused key is followed by the next. Keys are in
+no message and no repr.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class RunPod:
 
 def read_keys(environ: Mapping[str, str]) -> tuple[tuple[Key, ...], list[str]]:
     """The keys of the environment, cleaned, and a sentence for each that cannot be one."""
-    keys, faults = [], []
+    keys, faults = list[Key](), list[str]()
     for name in KEYS:
         value = environ.get(name, "").strip().strip("\"'").strip()
         if not value:

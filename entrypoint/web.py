@@ -1,7 +1,7 @@
 """One HTTP request with a limit on its time and on its answer's size.
 
-Redirects are answers like any other: followed, they would carry a key to another host. Nothing here puts an address into
-a message, since addresses may hold secrets.
+Redirects are answers like any other: followed, they would carry a key to another host. Nothing here puts an address
+into a message, since addresses may hold secrets.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def send(method: str, url: str, body: bytes | None, headers: Mapping[str, str], 
     """The answer to one request, whatever its status. Raises NoAnswerError."""
     deadline = time.monotonic() + limit
     try:
-        request = urllib.request.Request(url, data=body, method=method, headers={"User-Agent": user_agent()} | headers)
+        request = urllib.request.Request(url, data=body, method=method, headers={"User-Agent": user_agent(), **headers})
         # A proxy that the environment names cannot reach this machine's own loopback.
         proxies = urllib.request.ProxyHandler({}) if is_loopback(url) else urllib.request.ProxyHandler()
         opener = urllib.request.build_opener(proxies, _Redirects)

@@ -1,8 +1,9 @@
 """What becomes of the pod when its jobs are finished: it idles, stops, is terminated, or says that it is still billed.
 
 ``finish`` is called when nothing else runs or waits. What it does is in ``runs/<name>/when_done.json``, written before
-the call and once RunPod said yes, so that a pod that its user starts again, to look at the result, is not stopped a second
-time. Where a pod could not be stopped, ``.fluxpod/still-billing.json`` tells it to the page, and ``notify`` to the user.
+the call and once RunPod said yes, so that a pod that its user starts again, to look at the result, is not stopped a
+second time. Where a pod could not be stopped, ``.fluxpod/still-billing.json`` tells it to the page, and ``notify`` to
+the user.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def finish(
 ) -> Finish:
     """Does what ``when_done`` says, once for each end of a job; never raises for what RunPod does.
 
-    The mark that the job is done (``outcome.json``) must be on the volume before. ``persistent``: the volume outlives the
-    container (None: looked at here); ``uploaded``: the result is verified elsewhere; ``pause`` waits and gives true when
-    this process was asked to end. Takes minutes where RunPod answers badly.
+    The mark that the job is done (``outcome.json``) must be on the volume before. ``persistent``: the volume outlives
+    the container (None: looked at here); ``uploaded``: the result is verified elsewhere; ``pause`` waits and gives true
+    when this process was asked to end. Takes minutes where RunPod answers badly.
     """
     folder = volume.run(job.name)
     persistent = outlives_container(volume.root) if persistent is None else persistent
@@ -119,8 +120,10 @@ def finish(
         return Finish("idle", False, wanted.reason)
     log(f"{job.name}: asking RunPod to {wanted.action} this pod ({wanted.reason})")
     mark.write("asking", wanted.action)
-    accepted = _accepted(mark, wanted.action)
-    return _leave(volume, job, wanted.action, environ, accepted, pause, patience, log)
+    done = _leave(volume, job, wanted.action, environ, mark.write, pause, patience, log)
+    if done.again is not None:
+        mark.write("failed", wanted.action)
+    return done
 
 
 def stop_pod(
@@ -137,7 +140,7 @@ def stop_pod(
     if not environ.get(POD_ID, "").strip():
         return Finish("idle", False, f"{MAX_HOURS} has no effect: this is no RunPod pod ({POD_ID} is not set)")
     log(f"{MAX_HOURS}={environ.get(MAX_HOURS, '')} have passed: asking RunPod to stop this pod")
-    return _leave(volume, job, "stop", environ, lambda: None, pause, patience, log)
+    return _leave(volume, job, "stop", environ, lambda state, action: None, pause, patience, log)
 
 
 def _leave(
@@ -145,13 +148,14 @@ def _leave(
     job: Job | None,
     action: Action,
     environ: Mapping[str, str],
-    accepted: Callable[[], None],
+    write_mark: Callable[[str, Action], None],
     pause: Pause,
     patience: Patience | None,
     log: Log,
 ) -> Finish:
     try:
-        RunPod.from_environment(environ, patience, pause).leave(environ[POD_ID].strip(), action, accepted)
+        runpod = RunPod.from_environment(environ, patience, pause)
+        runpod.leave(environ[POD_ID].strip(), action, lambda: write_mark("accepted", action))
     except LeaveError as error:
         return Finish(action, False, str(error))
     except PlatformError as error:
@@ -175,13 +179,12 @@ class _Mark:
         value = read_json(self.folder.root / MARK)
         return isinstance(value, dict) and value.get("end") == self.digest and value.get("state") == "accepted"
 
-    def write(self, state: str, action: str) -> None:
+    def write(self, state: str, action: Action) -> None:
         value = {"end": self.digest, "state": state, "action": action, "at": _now()}
-        write_json(self.folder.root / MARK, value)
-
-
-def _accepted(mark: _Mark, action: Action) -> Callable[[], None]:
-    return lambda: mark.write("accepted", action)
+        try:
+            write_json(self.folder.root / MARK, value)
+        except OSError as error:  # a full volume must not keep a pod billed
+            say(f"{self.folder.root / MARK} was not written: {error}")
 
 
 def _digest(folder: RunFolder, job: Job, outcome: Outcome) -> str:
@@ -259,7 +262,7 @@ def read_max_hours(environ: Mapping[str, str]) -> tuple[float | None, str]:
 
 
 def container_start() -> float:
-    """When PID 1 of this container started, on ``time.monotonic``'s clock: a restart of the pod loop does not reset it."""
+    """When PID 1 of this container started, on ``time.monotonic``'s clock; restarts of the pod loop do not reset it."""
     ticks = start_time(1)
     if ticks is None:
         return time.monotonic()

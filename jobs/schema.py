@@ -473,8 +473,8 @@ class Job(Section):
     )
     notify: Notify = key(
         Notify(),
-        doc="Where a short message goes when the run is done, held or failed, and when the pod could not be stopped and "
-        "is still billed. Addresses are secrets: $NAME stands for a variable of the pod's environment whose name has "
+        doc="Where a short message goes when the run is done, held or failed, and when the pod could not be stopped "
+        "and is still billed. Addresses are secrets: $NAME stands for a variable of the pod's environment whose name has "
         "NTFY, DISCORD, SLACK, WEBHOOK or NOTIFY in it.",
         left_out="no messages",
     )

@@ -12,8 +12,8 @@ from dataclasses import replace
 from jobs.problem import Problem
 
 REMEDY = (
-    "Delete it here, and set it in the pod's environment (HF_TOKEN for the Hugging Face hub; in notify, write $NAME for a "
-    "variable)"
+    "Delete it here, and set it in the pod's environment (HF_TOKEN for the Hugging Face hub; in notify, write $NAME "
+    "for a variable)"
 )
 
 _TOKEN = re.compile(

@@ -148,7 +148,7 @@ ADDRESS_WORDS = ("NTFY", "DISCORD", "SLACK", "WEBHOOK", "NOTIFY")
 
 
 def _address(value: Any) -> str:
-    """Where a message goes: http(s)://..., or a variable that holds that or a part of it. Never shown: it is a secret."""
+    """Where a message goes: http(s)://..., where $NAME stands for a variable. Never shown, since it may be a secret."""
     text = _some_text(value).strip()
     if not re.match(r"https?://[^/\s]|\$", text) or any(letter.isspace() for letter in text):
         remedy = "Write https://..., or $DISCORD_WEBHOOK and set that variable in the pod's environment"

@@ -1,7 +1,7 @@
 """RunPod's API v2 on the loopback, for as much of it as fluxpod uses, and the faults it can show.
 
-Point FLUXPOD_RUNPOD_API at ``api.base``. Everything that arrives is kept in ``api.requests``. Bodies are held against the
-fields that the published schema knows: it refuses others.
+Point FLUXPOD_RUNPOD_API at ``api.base``. Everything that arrives is kept in ``api.requests``. Bodies are held against
+the fields that the published schema knows: it refuses others.
 """
 
 from __future__ import annotations

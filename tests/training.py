@@ -80,12 +80,6 @@ def fill_volume(root: Path, *bases: Path) -> Volume:
     return volume
 
 
-@pytest.fixture(scope="session")
-def volume(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path, flux_tiny_schnell: Path) -> Volume:
-    """Shared by all tests of a worker: every run has a name of its own, and the cache fills once."""
-    return fill_volume(tmp_path_factory.mktemp("volume"), flux_tiny, flux_tiny_schnell)
-
-
 # ---------------------------------------------------------------- processes
 
 _forked = multiprocessing.get_context("forkserver")

@@ -24,7 +24,7 @@ def volume(tmp_path: Path) -> Volume:
 @pytest.fixture
 def server() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - the base class's name
+        def do_GET(self) -> None:
             self.send_response(200 if self.path.startswith("/job.yaml") else 404)
             self.end_headers()
             self.wfile.write(JOB.encode())

@@ -25,7 +25,7 @@ class Waits(list[float]):
 
 
 def client(api: LoopbackRunPod, patience: Patience = QUICK, pause: Any = None, **environ: str) -> RunPod:
-    return RunPod.from_environment(api.environment() | environ, patience, pause or Waits())
+    return RunPod.from_environment(api.environment() | environ, patience, Waits() if pause is None else pause)
 
 
 def test_a_pod_is_stopped_by_one_call_and_it_is_looked_whether_it_took(runpod: LoopbackRunPod) -> None:
@@ -138,9 +138,9 @@ def test_a_key_that_may_stop_but_not_look(runpod: LoopbackRunPod) -> None:
     waits = Waits(last=2)  # then SIGTERM arrives: the stop took
     client(runpod, pause=waits).leave("pod-1", "stop")
     assert len(runpod.actions()) == 1
+    runpod.ignored_actions = 100
+    runpod.pods["pod-1"]["status"] = "RUNNING"
     with pytest.raises(PlatformError, match="still runs"):  # it never arrives
-        runpod.ignored_actions = 100
-        runpod.pods["pod-1"]["status"] = "RUNNING"
         client(runpod).leave("pod-1", "stop")
 
 
