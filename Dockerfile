@@ -41,23 +41,34 @@ ENV PATH=/opt/fluxpod/venv/bin:$PATH \
     PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1
 
-# torch with CUDA: gigabytes, nearly all of the image; made anew only when one of its pins changes. The package index's
-# own torch is built for CUDA 13, which needs a host with driver 580 or newer. That is the default: it is the build torch
-# is tested most with, every Hopper and Blackwell host of today has such a driver, and the template asks the platform for
-# CUDA 13 hosts alone (allowedCudaVersions), so that a pod does not land on another. What it leaves out is older hosts,
-# of which the cheap cards (A40, 3090, L4) have most. For those: TORCH_INDEX, the address of PyTorch's own index of an
-# older CUDA (they stand on its "Get started" page, and end in cu126 or the like), searched beside the usual one; a wheel
-# with such an ending counts as newer than the same version without. `make push TORCH_INDEX=...` tags it by that ending.
+# torch with CUDA: gigabytes, nearly all of the image; made anew only when one of its pins changes.
+# The package index's own torch is built for CUDA 13, which needs a host with driver 580 or newer. It is the default since
+# it is the build that torch and bitsandbytes are tested with most and the one our figures were measured with. What it
+# leaves out are hosts whose driver was not updated for a year; how many that are is not known, so the template asks the
+# platform for hosts with CUDA 13 only, and the plan checks the driver and says what to choose. For older hosts there is
+# TORCH_INDEX: the address of PyTorch's own index of an older CUDA (its "Get started" page has them; they end in cu126 or
+# the like), searched beside the usual one. Its wheels count as newer than the same version without such an ending.
+# `make push TORCH_INDEX=...` puts the ending into the tag.
+# Dropped: the test programs of torch, sympy and networkx (54 MB).
 ARG TORCH_INDEX=
 COPY --from=pins /torch.txt /opt/fluxpod/
 RUN python3 -m venv /opt/fluxpod/venv \
     && pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/torch.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    && site=/opt/fluxpod/venv/lib/python3.11/site-packages \
+    && rm -rf $site/torch/test $site/torch/bin/test_* \
+    && find $site/sympy $site/networkx -type d -name tests -prune -exec rm -rf {} +
 
-# All other packages. JupyterLab with what it brings is @JUPYTER@ of it: uploads and a terminal for people who have a
-# browser and nothing else.
+# All other packages, 190 MB. 40 of it are JupyterLab with the 77 packages that it brings: uploads and a terminal for
+# people who have a browser and nothing else.
+# Dropped: bitsandbytes for other CUDA versions than torch's (38 MB), and Jupyter's dates in 700 languages, which it would
+# need with translations that are not here (10 MB).
 COPY requirements.txt /opt/fluxpod/
-RUN pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/requirements.txt
+RUN pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/requirements.txt \
+    && site=/opt/fluxpod/venv/lib/python3.11/site-packages \
+    && major=$(python -c 'import torch; print((torch.version.cuda or "13").partition(".")[0])') \
+    && find $site/bitsandbytes -name 'libbitsandbytes_*.so' -not -name '*_cpu.so' -not -name "*_cuda$major*" -delete \
+    && find $site/babel/locale-data -name '*.dat' -not -name 'en*' -not -name root.dat -delete
 
 COPY entrypoint/start.sh /opt/fluxpod/
 COPY entrypoint/supervisord.conf /etc/

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GpuModel
-from jobs.schema import Job
+from bootstrap.layout import bfl_tensors, module_in_bfl
+from jobs.schema import Job, Lora
 
 GIB = 1 << 30
 BF16, FP32 = 2, 4  # bytes
@@ -69,11 +71,7 @@ class Work:
     forward: float  # floating-point operations of an average image's forward pass
     sample_pixels: int  # of a sample; 0 without samples
     sample_forward: float  # floating-point operations of one denoising step of a sample
-
-    @property
-    def weights_file(self) -> int:
-        """Bytes of a state's weights: the whole model in bf16, or the adapter in fp32."""
-        return self.trained * (FP32 if self.lora else BF16)
+    weights_file: int  # bytes of a state's weights: the whole model in bf16, or the adapter's file
 
     @property
     def state(self) -> int:
@@ -143,7 +141,21 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
         forward=sum(shape.forward_flops(width, height, text) * weight for width, height, weight in sizes) / often,
         sample_pixels=sample.width * sample.height if sample.prompts else 0,
         sample_forward=shape.forward_flops(sample.width, sample.height, text),
+        weights_file=_adapter_file(shape, job.lora) if job.lora is not None else BF16 * weights,
     )
+
+
+def _adapter_file(shape: FluxShape, lora: Lora) -> int:
+    """Bytes of an adapter in kohya's layout, in fp32: parts of one BFL matrix become one adapter of their joint rank,
+    which has rows for every part, those without an adapter included (trainer/adapter.py)."""
+    parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for module, layer in adapter_layers(shape, lora.targets).items():
+        parts[module_in_bfl(module)[0]].append(layer)
+    values = 0
+    for name, layers in parts.items():
+        rank = lora.rank * len(layers)
+        values += rank * layers[0][1] + rank * bfl_tensors(shape)[f"{name}.weight"][0] + 1
+    return FP32 * values
 
 
 def text_tokens(shape: FluxShape) -> int:

@@ -78,7 +78,7 @@ def read_gpus(
         if code and "is not a valid field" in output:  # a driver of before 2022 knows no compute_cap
             code, output = _ask(nvidia_smi, FIELDS[:-1], time_limit)
     except OSError:
-        return (), (f"{nvidia_smi} is not there: this pod has no GPU (the platform brings it along with the driver)",)
+        return (), (f"{nvidia_smi} is not there, which the platform brings along with the driver",)
     except subprocess.TimeoutExpired:
         return (), (
             f"{nvidia_smi} did not answer within {time_limit:g} s, so the pod counts as one without GPU; a card or "

@@ -101,8 +101,11 @@ def read_state(folder: Path) -> State:
         manifest = _MANIFEST.validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise StateError(f"{folder.name} has no {MANIFEST}: it was not finished, or is not a state") from None
-    except (OSError, ValidationError) as error:
+    except OSError as error:
         raise StateError(f"{folder.name}/{MANIFEST} cannot be read: {error}") from error
+    except ValidationError as error:
+        wrong = ", ".join(".".join(map(str, each["loc"])) or "all of it" for each in error.errors())
+        raise StateError(f"{folder.name}/{MANIFEST} is of another version, or damaged: {wrong}") from error
     if manifest.version != VERSION:
         raise StateError(f"{folder.name} is of format {manifest.version}; this program reads {VERSION}")
     if MODEL_FILE not in manifest.files:
@@ -219,7 +222,8 @@ def resume_problems(state: State, job: Job) -> list[Problem]:
     ]
     if kept.lora and job.lora:
         pairs += [(f"lora.{key}", getattr(kept.lora, key), getattr(job.lora, key)) for key in Lora.model_fields]
-    remedy = f"Put {{}} back, or give the job another name to start anew (from these weights: base: {state.model})"
+    anew = f" from these weights (base: {state.model}, with vae and text_encoders)" if job.method == "full" else ""
+    remedy = f"Put {{}} back, or give the job another name to start anew{anew}"
     return [
         Problem(f"{now} cannot go on: {state_of} {before}", remedy.format(before), key=key)
         for key, before, now in pairs

@@ -87,10 +87,10 @@ def needs_whole_model(optimizer: str) -> bool:
 def usable_gpus(pod: Pod) -> tuple[Gpu, ...]:
     """Those that can train; PodError with the reason where there is none."""
     if not pod.gpus:
-        because = f" ({'; '.join(pod.notes)})" if pod.notes else ""
+        because = f": {'; '.join(pod.notes)}" if pod.notes else ""
         raise PodError(
-            f"This pod has no GPU{because}. It can prepare the job, but not train it: start it with a GPU of 48 GB or "
-            "more."
+            f"This pod has no GPU{because}. It can prepare the job, but not train it; the job goes on by itself when "
+            "the pod is started with a GPU."
         )
     usable = tuple(gpu for gpu in pod.gpus if gpu.capability is None or has_bf16(gpu.capability))
     if not usable:

@@ -18,6 +18,7 @@ from bootstrap.gpus import find_gpu, nearest_names
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
+from bootstrap.state import list_states, resume_problems
 from bootstrap.volume import Volume
 from jobs import yaml12
 from jobs.load import load_job
@@ -118,6 +119,15 @@ def _here(job: Job, volume: Volume, base: FluxShape, data: DataSummary) -> int:
         print(textwrap.fill(str(error), WIDTH), file=sys.stderr)
         return POD_WRONG
     print(render_plan(plan, job, pod))
+    states, notes = list_states(volume.run(job.name).states)
+    for note in notes:
+        print(f"states: {note}")
+    whole = [state for state in states if state.resumable]
+    if not whole:
+        return DONE
+    if problems := resume_problems(whole[-1], job):
+        raise JobError(problems)
+    print(f"states: a run would go on at step {whole[-1].step}")
     return DONE
 
 

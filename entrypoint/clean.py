@@ -115,7 +115,7 @@ def _models(volume: Volume, bases: set[str] | None, now: float) -> Iterator[Remo
             if bases is not None and repo.name not in bases:
                 yield _tree("models", repo, "made anew where a job names it", now)
             continue
-        for folder in _entries(repo) if repo.is_dir() else ():
+        for folder in filter(Path.is_dir, _entries(repo)):
             manifest = Manifest.read(folder)
             if folder.name.startswith(".") and folder.name.endswith(".part") and "--" in repo.name:
                 if _age(folder, now) >= LEFT:

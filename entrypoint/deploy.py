@@ -151,7 +151,7 @@ def create_pod(job_file: Path, wanted: Deployment, environ: Mapping[str, str]) -
         print(json.dumps(body | {"env": shown}, indent=2))
         if runpod is None:
             return DONE
-        pod = runpod.create_pod(body)
+        pod = _create(runpod, body)
     except JobError as error:
         print(error, file=sys.stderr)
         return JOB_WRONG
@@ -166,6 +166,18 @@ def create_pod(job_file: Path, wanted: Deployment, environ: Mapping[str, str]) -
             "when_done is idle: this pod stays billed when the job is done. Write when_done: stop to have it stopped."
         )
     return DONE
+
+
+def _create(runpod: RunPod, body: dict[str, Any]) -> dict[str, Any]:
+    """The new pod. Not every description of the API knows ``minCudaVersion``: refused for it, it is left out."""
+    try:
+        return runpod.create_pod(body)
+    except PlatformError as error:
+        if error.status not in (400, 422) or "cuda" not in str(error).lower():
+            raise
+    _note("RunPod does not take a least CUDA version: a host with an older driver may come, and the pod will say so.")
+    gpu = {name: value for name, value in body["gpu"].items() if name != "minCudaVersion"}
+    return runpod.create_pod(body | {"gpu": gpu})
 
 
 def _saved_template(runpod: RunPod, wanted: Deployment) -> dict[str, Any] | None:

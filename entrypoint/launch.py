@@ -35,13 +35,20 @@ class Stop:
     """Whether somebody asked to stop. Handlers set it, loops look at it."""
 
     requested: bool = field(default=False)
+    leaving: bool = field(default=False)
 
     def on_signals(self) -> None:
-        """TERM and INT ask once; a second one leaves at once, as people expect of it."""
+        """TERM and INT ask once; a second one leaves at once, as people expect of it, and a third without a word.
+
+        At once, but not alone: on the way out ``run_children`` kills what it started, which would train on unwatched.
+        """
 
         def asked(number: int, _frame: object) -> None:
-            if self.requested:
+            if self.leaving:
                 os._exit(128 + number)
+            if self.requested:
+                self.leaving = True
+                raise SystemExit(128 + number)
             self.requested = True
 
         signal.signal(signal.SIGTERM, asked)

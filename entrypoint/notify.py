@@ -49,7 +49,7 @@ def notify(
     log: Log = say,
     limit: float = LIMIT,
 ) -> None:
-    """Sends one message to every address of ``to``, side by side; takes at most 2 x ``limit`` seconds and never raises."""
+    """Sends one message to every address of ``to``, side by side; takes up to 2 x ``limit`` seconds, never raises."""
     places = {kind: address for kind, address in to if address}
     if not places:
         return

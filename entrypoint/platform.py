@@ -95,16 +95,20 @@ class RunPod:
         Called inside the pod it seldom returns: the container gets SIGTERM first, and ``pause`` tells. Raises
         PlatformError where RunPod refused, did not answer, or said yes and did nothing.
         """
+        conflict: PlatformError | None = None
         for _ in range(ASKS):
             try:
                 self._call("POST", f"/pods/{quote(pod, safe='')}/action", {"action": action})
             except PlatformError as error:
-                if error.status != 409:  # a conflict: on its way already, or locked; the looks tell which
+                if error.status != 409:
                     raise
+                conflict = error  # on its way already, or locked: the looks tell which
             else:
                 accepted()
             if self._took(pod):
                 return
+        if conflict:
+            raise conflict
         waited = ASKS * sum(self.patience.looks)
         raise PlatformError(f"RunPod took the request to {action} this pod, but it still runs {waited:.0f} s later")
 

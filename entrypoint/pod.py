@@ -12,27 +12,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from bootstrap import clocks
-from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, STOPPED
+from bootstrap.outcome import ACCESS_REFUSED, CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Pod, read_pod
 from bootstrap.quiet import QuietWatch
 from bootstrap.state import list_states
 from bootstrap.volume import Volume
+from bootstrap.volume_probe import probe_volume
 from entrypoint.attempts import Attempts
 from entrypoint.dropped_job import DroppedJobError, drop_job
 from entrypoint.ended import already_done
 from entrypoint.launch import Stop
 from entrypoint.lease import LeaseWatch
-from entrypoint.status import Status, StatusFile
+from entrypoint.notify import Event, notify, notify_of, unset
+from entrypoint.status import Phase, Status, StatusFile
+from entrypoint.when_done import clear_banner, container_start, finish, max_hours_reached, read_max_hours, stop_pod
 from jobs.load import LoadedJob, parse_job
 from jobs.problem import JobError
+from jobs.schema import Job, Notify
 
 LOOK_EVERY = 2.0  # seconds between two looks at the volume
 ACCESS_AGAIN = 900.0  # seconds after which a refused download is tried again: hubs have bad quarters of an hour
 HELD = (JOB_WRONG, POD_WRONG, ACCESS_REFUSED)
+Readiness = Literal["ready", "later", "over"]  # over: nothing happens until somebody changes something
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,8 @@ def choose(
 ) -> list[tuple[Waiting, tuple[int, ...]]]:
     """Which jobs start now, with which GPUs: in order, each that fits what is left.
 
-    A later small job may overtake a large one that waits for cards: an idle card is billed all the same. Without GPUs one
-    job runs at a time.
+    A later small job may overtake a large one that waits for cards: an idle card is billed all the same. Without GPUs
+    one job runs at a time.
     """
     if total == 0:
         return [(waiting[0], ())] if waiting and not running else []
@@ -101,19 +108,19 @@ def watch(volume: Volume, environment: Mapping[str, str] = os.environ) -> int:
     stop = Stop()
     stop.on_signals()
     volume.create()
-    loop = PodLoop(volume, read_pod(volume.root), environment)
+    loop = PodLoop(volume, read_pod(volume.root), environment, stop)
     loop.greet()
-    while not stop.requested:
+    while not stop.requested and not loop.out_of_time():
         loop.turn()
-        _sleep(LOOK_EVERY, stop)
+        loop.when_all_is_done()
+        loop.sleep(LOOK_EVERY)
     loop.end()
+    if not stop.requested:
+        stop_pod(volume, loop.last[0] if loop.last else None, environment, pause=loop.sleep)
+        print("FLUXPOD_MAX_HOURS have passed: nothing is started any more", flush=True)
+        while not loop.sleep(60.0):  # were this to end, supervisor would start it again
+            continue
     return DONE
-
-
-def _sleep(seconds: float, stop: Stop) -> None:
-    until = time.monotonic() + seconds
-    while not stop.requested and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 @dataclass
@@ -121,14 +128,21 @@ class PodLoop:
     volume: Volume
     pod: Pod
     environment: Mapping[str, str]
+    stop: Stop = field(default_factory=Stop)
     children: dict[str, Child] = field(default_factory=dict)  # by job name
     ended: dict[str, Ended] = field(default_factory=dict)
     told: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last phase and message of jobs that wait
     texts: dict[Path, str] = field(default_factory=dict)  # job files at the last look
+    last: tuple[Job, Outcome] | None = None  # the job that ended last, for its when_done
+    idle: bool = False  # nothing runs, and nothing will by itself
+    finished_at: float | None = 0.0  # when to ask the platform (again), on this process's clock; None: not any more
 
     def __post_init__(self) -> None:
         self.leases = LeaseWatch(self.environment.get("RUNPOD_POD_ID", ""), self._seconds("FLUXPOD_LEASE_SECONDS", 60))
         self.quiet = QuietWatch(self._seconds("FLUXPOD_QUIET_SECONDS", 10))
+        self.started = container_start()
+        self.messages = ThreadPoolExecutor(1, thread_name_prefix="notify")
+        self.persistent = True
 
     def _seconds(self, name: str, default: float) -> float:
         try:
@@ -146,6 +160,13 @@ class PodLoop:
         promised = self.environment.get("RUNPOD_GPU_COUNT", "")
         if promised.isdigit() and int(promised) != len(self.pod.gpus):
             print(f"pod: RUNPOD_GPU_COUNT says {promised} GPUs, nvidia-smi shows {len(self.pod.gpus)}", flush=True)
+        facts = probe_volume(self.volume.root, environment=self.environment)
+        self.persistent = facts.persistent
+        for note in facts.notes:
+            print(f"volume: {note}", flush=True)
+        clear_banner(self.volume)
+        if trouble := read_max_hours(self.environment)[1]:
+            print(trouble, flush=True)
         try:
             if line := drop_job(self.volume, self.environment):
                 print(line, flush=True)
@@ -161,9 +182,10 @@ class PodLoop:
         files = self._job_files()
         self._stop_removed(files)
         for file in files:
-            if file.loaded is None:
-                self._tell(file.name, "held", file.problems)
-        waiting = [Waiting(file, file.loaded.job.gpus) for file in files if file.loaded and self._may_start(file)]
+            if file.loaded is None and self._tell(file.name, "held", file.problems, JOB_WRONG):
+                self._notify(notify_of(file.text), file.name, "held", file.problems)
+        readiness = {file.name: self._readiness(file) for file in files}
+        waiting = [Waiting(f, f.loaded.job.gpus) for f in files if f.loaded and readiness[f.name] == "ready"]
         taken = {gpu for child in self.children.values() for gpu in child.gpus}
         free = [gpu.index for gpu in self.pod.gpus if gpu.index not in taken]
         chosen = choose(waiting, free, len(self.pod.gpus), len(self.children))
@@ -172,6 +194,10 @@ class PodLoop:
         for job in waiting:
             if job.file.name not in self.children:
                 self._tell(job.file.name, "pending", "waiting for GPUs" if self.pod.gpus else "waiting for its turn")
+        arriving = len(self.texts) > len(files) and any(path.stem not in self.told for path in self.texts)
+        self.idle = not self.children and not arriving and all(kind == "over" for kind in readiness.values())
+        if not self.idle:
+            self.finished_at = 0.0
 
     def _job_files(self) -> list[JobFile]:
         """The job files that look the same as at the last look (others may still be arriving), one for each name."""
@@ -198,31 +224,31 @@ class PodLoop:
                 first[file.name] = file
         return list(first.values())
 
-    def _may_start(self, file: JobFile) -> bool:
+    def _readiness(self, file: JobFile) -> Readiness:
         """Whether nothing but free GPUs is missing; where something is, it is told."""
-        if file.name in self.children or file.loaded is None:
-            return False
+        if file.loaded is None:
+            return "over"
+        if file.name in self.children:
+            return "later"
         folder = self.volume.run(file.name)
         if already_done(file.loaded, folder):
-            self._once(file.name, f"{file.name} is done already")
-            return False
+            self._once(file.name, f"{file.name} is done")
+            return "over"
         paths = [self.volume.resolve(entry.path) for entry in file.loaded.job.datasets if "://" not in entry.path]
         reason = self.quiet.waiting_for(paths)
         ended = self.ended.get(file.name)
         if ended and not self._again(ended, file, self.quiet.fingerprint(paths)):
-            return False
+            return "over" if ended.again_at is None or ended.code in HELD else "later"
         if Attempts.read(folder.root, file.text).exhausted:
-            self._tell(file.name, "failed", "it crashed again and again: change the job file to try anew")
-            return False
+            self._tell(file.name, "failed", "it crashed again and again: change the job file to try anew", CRASH)
+            return "over"
         if reason:
             self._tell(file.name, "pending", f"waiting: {reason}")
-            return False
-        if not self.leases.clear(folder.lease):
-            self._once(
-                file.name, f"{file.name}: waiting, another pod runs it or has just died"
-            )  # its status is not ours
-            return False
-        return True
+            return "later"
+        if not self.leases.clear(folder.lease):  # its status is the owner's to write
+            self._once(file.name, f"{file.name}: waiting, another pod runs it or has just died")
+            return "later"
+        return "ready"
 
     def _again(self, ended: Ended, file: JobFile, data: str) -> bool:
         if ended.text != file.text:
@@ -243,6 +269,9 @@ class PodLoop:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         self.children[file.name] = Child(file, gpus, process)
         self.told.pop(file.name, None)
+        if file.loaded:
+            for line in unset(file.loaded.job.notify, self.environment):
+                print(f"{file.name}: {line}", flush=True)
 
     def _collect(self) -> None:
         for name, child in list(self.children.items()):
@@ -254,25 +283,36 @@ class PodLoop:
     def _took_its_end(self, name: str, child: Child, code: int) -> None:
         folder, file = self.volume.run(name), child.file
         assert file.loaded
+        job = file.loaded.job
+        told = Status.read(folder.status)
+        outcome = Outcome(code, told.message if told else "", told.step if told else 0)
         paths = [self.volume.resolve(entry.path) for entry in file.loaded.job.datasets if "://" not in entry.path]
         ended = Ended(code, file.text, self.quiet.fingerprint(paths))
         if child.removed:
             StatusFile(folder.status).tell("held", "the job file was removed; what was saved stays", code=code)
-        elif code == ACCESS_REFUSED:
-            ended.again_at = time.monotonic() + ACCESS_AGAIN
         elif code == STOPPED:
             ended.again_at = time.monotonic()
-        elif code not in (DONE, *HELD):
+        elif code == DONE:
+            self.last = (job, outcome)
+            self._notify(job.notify, name, "done", outcome.reason)
+        elif code in HELD:
+            self._notify(job.notify, name, "held", outcome.reason)
+        else:
             states, _ = list_states(folder.states)
             attempts = Attempts.read(folder.root, file.text).crashed(states[-1].step if states else 0)
             attempts.write(folder.root)
             ended.again_at = time.monotonic() + attempts.wait
-            if not attempts.exhausted:
+            if attempts.exhausted:
+                self.last = (job, outcome)
+                self._notify(job.notify, name, "failed", outcome.reason)
+            else:
                 print(f"{name}: crashed ({code}), trying again in {attempts.wait:.0f} s", flush=True)
+        if code == ACCESS_REFUSED:
+            ended.again_at = time.monotonic() + ACCESS_AGAIN
         self.ended[name] = ended
 
     def _stop_removed(self, files: Sequence[JobFile]) -> None:
-        """A run whose job file is gone is stopped like by a signal: its state stays, and putting the file back goes on."""
+        """A run whose job file is gone is stopped as by a signal: its state stays; with the file back it goes on."""
         there = {file.name for file in files} | {path.stem for path in self.texts}
         for name, child in self.children.items():
             gone = not child.file.path.exists() and name not in there
@@ -294,18 +334,61 @@ class PodLoop:
                 child.process.kill()
                 child.process.wait()
 
+    # ---- the end of all work
+
+    def when_all_is_done(self) -> None:
+        """Once nothing runs or will: does what the job that ended last says of the pod. Done jobs of an earlier start,
+        whose pod should have been stopped then, are made up for; a mark on the volume keeps it at one call for each."""
+        if not self.idle or self.finished_at is None or time.monotonic() < self.finished_at:
+            return
+        self.messages.submit(lambda: None).result()  # the news go out before the pod goes down
+        again = None
+        for job, outcome in [self.last] if self.last else self._done_before():
+            done = finish(self.volume, job, outcome, self.environment, persistent=self.persistent, pause=self.sleep)
+            print(f"{job.name}: {done.message}", flush=True)
+            again = done.again
+            if done.action != "idle":
+                break
+        self.finished_at = None if again is None else time.monotonic() + again
+
+    def _done_before(self) -> list[tuple[Job, Outcome]]:
+        found = []
+        for path, text in self.texts.items():
+            loaded = _read(path, text).loaded
+            if loaded and loaded.job.when_done != "idle" and already_done(loaded, self.volume.run(loaded.job.name)):
+                outcome = Outcome.read(self.volume.run(loaded.job.name).outcome)
+                assert outcome
+                found.append((loaded.job, outcome))
+        return found
+
+    def out_of_time(self) -> bool:
+        return max_hours_reached(self.started, self.environment)
+
+    def sleep(self, seconds: float) -> bool:
+        """Waits; true as soon as somebody asked to stop."""
+        until = time.monotonic() + seconds
+        while not self.stop.requested and time.monotonic() < until:
+            time.sleep(0.1)
+        return self.stop.requested
+
     # ---- telling
 
-    def _tell(self, name: str, phase: str, message: str) -> None:
-        """A waiting job's status, written when it changes (a restart writes nothing anew)."""
+    def _notify(self, to: Notify, name: str, event: Event, message: str) -> None:
+        self.messages.submit(notify, to, name, event, message, self.environment)
+
+    def _tell(self, name: str, phase: Phase, message: str, code: int | None = None) -> bool:
+        """A waiting job's status, written when it changes (a restart writes nothing anew); whether it did."""
         if self.told.get(name) == (phase, message):
-            return
+            return False
         self.told[name] = (phase, message)
         path = self.volume.run(name).status
         last = Status.read(path)
         if last is None or (last.phase, last.message) != (phase, message):
             print(f"{name}: {phase}: {message}", flush=True)
-            StatusFile(path).tell(phase, message, step=last.step if last else 0, steps=last.steps if last else 0)  # type: ignore[arg-type]
+            step, steps = (last.step, last.steps) if last else (0, 0)
+            StatusFile(path).tell(phase, message, step=step, steps=steps, code=code)
+            return True
+        return False
 
     def _once(self, name: str, line: str) -> None:
         if self.told.get(name) != ("", line):

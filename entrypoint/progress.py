@@ -49,7 +49,8 @@ class TrainingProgress:
         # From their ends: the trainer cuts off what the metrics hold beyond ``start``, which is not done yet.
         self.metrics, self.log = Tail(metrics, from_end=True), Tail(log, from_end=True)
         self.start, self.step, self.steps = start, start, steps
-        self.begun = self.told = time.monotonic()
+        self.told = time.monotonic()
+        self.first: tuple[int, float] | None = None  # the first step seen, and when: start-up and compiling are over
         self.last: dict[str, Any] = {}
         self.bar = tqdm(total=steps, initial=start, unit="step") if sys.stderr.isatty() else None
 
@@ -80,10 +81,12 @@ class TrainingProgress:
             self.bar.update(self.step - before)
             return
         now = time.monotonic()
+        first, since = self.first = self.first or (self.step, now)
         if now - self.told >= PLAIN_EVERY or self.step == self.steps:
             self.told = now
-            left = (now - self.begun) / (self.step - self.start) * (self.steps - self.step)
-            self._say(f"step {self.step}/{self.steps}  loss {loss:.4f}  {speed:.1f} images/s  {_clock(left)} left")
+            pace = (now - since) / (self.step - first) if self.step > first else None
+            left = "" if pace is None else f"  {_clock(pace * (self.steps - self.step))} left"
+            self._say(f"step {self.step}/{self.steps}  loss {loss:.4f}  {speed:.1f} images/s{left}")
 
     def _say(self, line: str) -> None:
         if self.bar is not None:

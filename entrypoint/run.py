@@ -196,7 +196,10 @@ def _tell(outcome: Outcome, running: Running) -> None:
     last = Status.read(running.folder.status) or Status(phase, "")
     step = last.step if outcome.code == CRASH else outcome.step  # what crashed cannot say how far it was
     running.status.tell(phase, outcome.reason, step=step, steps=last.steps, code=outcome.code)
-    print(f"{phase}: {outcome.reason}", flush=True)
+    line = f"{phase}: {outcome.reason}"
+    print(line, flush=True)
+    with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
+        log.write(line + "\n")
 
 
 def _run(loaded: LoadedJob, running: Running) -> Outcome:
@@ -219,8 +222,6 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
     pod = read_pod(volume.root)
-    for note in pod.notes:
-        running.say(f"pod: {note}")
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
     running.preparing("data: looking through the pictures")
@@ -246,12 +247,27 @@ def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
         return None
     if problems := resume_problems(state, job):
         raise JobError(problems)
-    running.say(f"going on at step {state.step} of {plan.steps}")
+    if state.step >= plan.steps:
+        running.say(f"the newest state is of step {state.step}: all {plan.steps} steps are done")
+    else:
+        running.say(f"going on at step {state.step} of {plan.steps}")
+    for line in changed_settings(running.folder.run_file, job):
+        running.say(line)
     if state.manifest.processes != plan.processes:
         running.say(
             f"saved on {state.manifest.processes} processes, going on with {plan.processes}: nothing else changes"
         )
     return state
+
+
+def changed_settings(run_file: Path, job: Job) -> list[str]:
+    """What the job now says otherwise than at the last start; the new values hold from here on."""
+    try:
+        before = RunFile.read(run_file).job.model_dump(mode="json")
+    except (OSError, ValueError):  # the first start, or an older program's
+        return []
+    now = job.model_dump(mode="json")
+    return [f"changed: {key} was {before.get(key)}, is now {now[key]}" for key in now if before.get(key) != now[key]]
 
 
 def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:

@@ -112,6 +112,6 @@ def _explained(error: Exception, limit: float) -> NoAnswerError:
         return NoAnswerError("takes no connections", sent=False)
     if isinstance(cause, ssl.SSLError):
         return NoAnswerError("shows a certificate that is not accepted", sent=False)
-    if isinstance(cause, ValueError):
+    if isinstance(cause, (ValueError, http.client.InvalidURL)):
         return NoAnswerError("cannot be asked: its address or the key is malformed", sent=False)
     return NoAnswerError(f"broke off ({type(cause).__name__})", sent=True)

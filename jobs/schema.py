@@ -70,8 +70,12 @@ class Section(BaseModel):
 class TextEncoders(Section):
     """The two text encoders beside a single-file base."""
 
-    clip: FilePath = key(doc="The CLIP text encoder.", example="models/clip_l.safetensors")
-    t5: FilePath = key(doc="The T5 text encoder.", example="models/t5xxl_fp16.safetensors")
+    clip: FilePath = key(
+        doc="A folder with the CLIP text encoder and, beside it, tokenizer/.", example="models/flux/text_encoder"
+    )
+    t5: FilePath = key(
+        doc="A folder with the T5 text encoder and, beside it, tokenizer_2/.", example="models/flux/text_encoder_2"
+    )
 
 
 class Lora(Section):
@@ -295,9 +299,9 @@ class Job(Section):
     )
     vae: FilePath | None = key(
         None,
-        doc="The VAE, where base is a single file.",
+        doc="A folder with the VAE, as diffusers saves it, where base is a single file.",
         why="The other kinds of base bring their own.",
-        example="models/ae.safetensors",
+        example="models/flux/vae",
         left_out="the one of the base",
     )
     text_encoders: TextEncoders | None = key(
@@ -474,8 +478,8 @@ class Job(Section):
     notify: Notify = key(
         Notify(),
         doc="Where a short message goes when the run is done, held or failed, and when the pod could not be stopped "
-        "and is still billed. Addresses are secrets: $NAME stands for a variable of the pod's environment whose name has "
-        "NTFY, DISCORD, SLACK, WEBHOOK or NOTIFY in it.",
+        "and is still billed. Addresses are secrets: $NAME stands for a variable of the pod's environment whose name "
+        "has NTFY, DISCORD, SLACK, WEBHOOK or NOTIFY in it.",
         left_out="no messages",
     )
     plan: PlanOverrides = key(

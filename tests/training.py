@@ -55,18 +55,17 @@ JOB: dict[str, Any] = {
 
 
 def shared_folder(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that ``make`` fills once in a session, also where several workers need it. Read-only afterwards."""
+    """A folder that ``make`` fills once in a session, also where several workers need it."""
     root = factory.getbasetemp()
     if root.name.startswith("popen-"):  # a worker's own folder, inside the session's
         root = root.parent
-    folder = root / name
+    folder, made = root / name, root / f"{name}.made"
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            part = root / f"{name}.part"
-            part.mkdir()
-            make(part)
-            part.rename(folder)
+        if not made.exists():
+            folder.mkdir()
+            make(folder)
+            made.touch()
     return folder
 
 

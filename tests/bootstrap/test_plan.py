@@ -225,7 +225,7 @@ def test_loaders_and_threads_fit_the_cpus() -> None:
 
 def test_a_real_model_waits_for_a_gpu() -> None:
     here = pod(notes=("nvidia-smi is not there",))
-    with pytest.raises(PodError, match=r"no GPU \(nvidia-smi is not there\).*prepare"):
+    with pytest.raises(PodError, match=r"no GPU: nvidia-smi is not there.*prepare"):
         make_plan(job(), here, DEV, DATA)
 
 

@@ -74,7 +74,7 @@ def test_a_folder_that_was_not_finished(tmp_path: Path) -> None:
 def test_a_manifest_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     path = make_state(tmp_path, 500)
     (path / MANIFEST).write_bytes(content)
-    with pytest.raises(StateError, match=r"step-000500/state\.json cannot be read"):
+    with pytest.raises(StateError, match=r"step-000500/state\.json is of another version, or damaged"):
         read_state(path)
 
 

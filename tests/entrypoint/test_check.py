@@ -57,7 +57,7 @@ def test_a_real_model_on_a_pod_without_gpu(volume: Volume, capsys: pytest.Captur
     assert check(written(volume, REAL), volume) == 65
     told = capsys.readouterr()
     assert "no GPU" in told.out
-    assert "start it with a GPU" in " ".join(told.err.split())
+    assert "started with a GPU" in " ".join(told.err.split())
 
 
 def test_a_wrong_job(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:

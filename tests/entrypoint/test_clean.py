@@ -23,7 +23,7 @@ JOB = "name: {name}\nbase: {base}\nmethod: lora\ndatasets: [{{path: datasets/x}}
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Volume:
-    """One with something of everything, all of it 30 days old: two models, caches, a run that is done, a user's data."""
+    """Two models, caches, a run that is done, and what a user keeps there; all of it 30 days old."""
     made = Volume(tmp_path / "volume")
     made.create()
     fetch(made, DEV)

@@ -145,6 +145,12 @@ def test_no_gpu_left_is_told(with_key: LoopbackRunPod, job: Path, capsys: pytest
     assert "no instances available" in capsys.readouterr().err
 
 
+def test_an_api_that_knows_no_least_cuda_version(with_key: LoopbackRunPod, job: Path) -> None:
+    with_key.fail("POST /pods$", 422, body=b'{"error": "unevaluated properties: minCudaVersion"}', times=1)
+    assert create(job, "--gpu", "A40") == DONE
+    assert posted(with_key)[-1]["gpu"] == {"id": "NVIDIA A40", "count": 2}
+
+
 def test_an_answer_that_is_lost_may_be_a_pod_that_is_billed(
     with_key: LoopbackRunPod, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -324,7 +323,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_asks_and_the_second_leaves(
+def test_the_first_signal_asks_and_the_second_leaves_and_the_third_hurries(
     number: signal.Signals, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -332,13 +331,24 @@ def test_the_first_signal_asks_and_the_second_leaves(
     stop = Stop()
     stop.on_signals()
     assert not stop.requested
-    os.kill(os.getpid(), number)
-    time.sleep(0)
+    signal.raise_signal(number)
     assert stop.requested
     assert left == []
-    os.kill(os.getpid(), number)
-    time.sleep(0)
+    with pytest.raises(SystemExit) as raised:
+        signal.raise_signal(number)
+    assert raised.value.code == 128 + number
+    assert left == []
+    signal.raise_signal(number)
     assert left == [128 + number]
+
+
+def test_leaving_at_once_leaves_nothing_running(run: RunFile) -> None:
+    def leave() -> None:
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        run_children([python(STUBBORN)], run, Stop(), when_up(run, 1, leave))
+    assert list(run.folder.processes.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_what_does_not_arrive_is_one_line_without_the_address(hooks: Hooks) -> N
     lines = send({"discord": "$DISCORD_WEBHOOK", "webhook": "$WEBHOOK"}, DISCORD_WEBHOOK=secret, WEBHOOK="x THE-SECRET")
     assert len(lines) == 2
     assert "THE-SECRET" not in str(lines)
+    assert send({"webhook": "$WEBHOOK"}, WEBHOOK="http://127.0.0.1/a THE-SECRET")[0].endswith("is malformed")
     assert send({"webhook": "http://[x/$WEBHOOK"}, WEBHOOK="THE-SECRET")[0].endswith("is malformed")
 
 

@@ -61,6 +61,12 @@ def test_a_yes_without_effect_is_asked_again_then_told(runpod: LoopbackRunPod) -
     assert not caught.value.refused
 
 
+def test_a_pod_that_may_not_be_stopped_says_why(runpod: LoopbackRunPod) -> None:
+    runpod.fail("POST .*/action", 409, body=b'{"error": "pod is locked"}')
+    with pytest.raises(PlatformError, match="pod is locked"):
+        client(runpod).leave("pod-1", "stop")
+
+
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
 def test_passing_troubles_are_sat_out(runpod: LoopbackRunPod, status: int) -> None:
     runpod.fail("POST .*/action", status, times=3)

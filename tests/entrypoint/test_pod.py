@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from entrypoint import pod as pod_module
 from entrypoint.pod import JobFile, PodLoop, Waiting, choose
 from entrypoint.status import Status
 from jobs.load import parse_job
+from tests.loopback_runpod import LoopbackRunPod
 
 GIB = 1 << 30
 CARD = Gpu(0, "NVIDIA H100", 80 * GIB, 80 * GIB, "580.1", (9, 0))
@@ -104,10 +105,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 codes = [0]
 
 
-def make_loop(volume: Volume, gpus: int = 1) -> PodLoop:
+def make_loop(volume: Volume, gpus: int = 1, environment: Mapping[str, str] | None = None) -> PodLoop:
     cards = tuple(Gpu(i, CARD.name, CARD.memory, CARD.free, CARD.driver, CARD.capability) for i in range(gpus))
-    environment = {"FLUXPOD_QUIET_SECONDS": "0", "FLUXPOD_LEASE_SECONDS": "60"}
-    return PodLoop(volume, Pod(cards, 4, 8 * GIB, GIB, 100 * GIB), environment)
+    known = {"FLUXPOD_QUIET_SECONDS": "0", "FLUXPOD_LEASE_SECONDS": "60"} | dict(environment or {})
+    return PodLoop(volume, Pod(cards, 4, 8 * GIB, GIB, 100 * GIB), known)
 
 
 def drop(volume: Volume, name: str, *more: str) -> Path:
@@ -259,3 +260,34 @@ def test_a_removed_job_is_stopped(
     status = Status.read(volume.run("a").status)
     assert status
     assert (status.phase, "removed" in status.message) == ("held", True)
+
+
+def test_the_pod_is_stopped_once_when_all_is_done(
+    volume: Volume, started: list[list[str]], runpod: LoopbackRunPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row P19: the done mark is on the volume first, then one call, also over restarts."""
+    monkeypatch.setattr(PodLoop, "sleep", lambda loop, seconds: False)
+    codes[0] = POD_WRONG
+    for name in ("a", "b"):
+        file = drop(volume, name, "when_done: stop")
+        folder = volume.run(name)
+        folder.output.mkdir(parents=True)
+        (folder.output / f"{name}.safetensors").write_bytes(b"")
+        folder.job.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+        if name == "a":
+            Outcome(DONE, "done", 10).write(folder.outcome)
+    loop = make_loop(volume, environment=runpod.environment())
+    for _ in range(3):
+        loop.turn()
+        loop.when_all_is_done()
+    assert runpod.actions() == []  # b runs
+    turn_until_ended(loop)
+    loop.when_all_is_done()
+    assert len(runpod.actions()) == 1
+    for _ in range(3):  # restarts
+        again = make_loop(volume, environment=runpod.environment())
+        for _ in range(4):
+            again.turn()
+            turn_until_ended(again)
+            again.when_all_is_done()
+    assert len(runpod.actions()) == 1

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +139,14 @@ def build(context: Path, scratch: Path) -> Built:
     return Built(seconds, inspect_image()["Size"])
 
 
+def compressed_layers(scratch: Path) -> list[int]:
+    """Bytes of each layer as a registry holds and a pod pulls it (gzip), the base first."""
+    command("podman", "push", "--compress", IMAGE, f"dir:{scratch / 'image'}", timeout=1200)
+    manifest = json.loads((scratch / "image" / "manifest.json").read_text())
+    shutil.rmtree(scratch / "image")
+    return [layer["size"] for layer in manifest["layers"]]
+
+
 def inspect_image() -> dict:
     return json.loads(command("podman", "image", "inspect", IMAGE))[0]
 
@@ -166,10 +175,16 @@ def output_of(*arguments: str) -> str:
 
 class Container:
     """A container of the image with ``volume`` mounted, running in the background; without network unless it is given
-    the ``host``'s."""
+    the ``host``'s. ``more``: further options of podman."""
 
-    def __init__(self, volume: Path, network: str = "none", environment: dict[str, str] | None = None) -> None:
-        options = ["--detach", "--volume", f"{volume}:/workspace"]
+    def __init__(
+        self,
+        volume: Path | None,
+        network: str = "none",
+        environment: dict[str, str] | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        options = ["--detach", *(["--volume", f"{volume}:/workspace"] if volume else []), *more]
         for name, value in (environment or {}).items():
             options += ["--env", f"{name}={value}"]
         self.id = command(*run_words(*options, network=network), IMAGE).split()[-1]

@@ -10,9 +10,11 @@ from diffusers import FluxTransformer2DModel
 from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
 from torch import nn
 
+from bootstrap.estimate import work_of
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import bfl_tensors, placements
 from jobs.schema import Lora
+from tests.runs import make_job
 from trainer.adapter import AdapterError, add_adapter, from_kohya, target_modules, to_kohya
 
 SHAPE = FluxShape(
@@ -261,3 +263,12 @@ def test_diffusers_converter_gives_the_adapter_back(targets: Any) -> None:
         )
         down, up = halves.get(module, (torch.zeros(1, len(some)), torch.zeros(sizes[module][0], 1)))
         assert torch.allclose(theirs, 0.5 * (up @ (down @ some)), rtol=1e-4, atol=1e-3), module
+
+
+@pytest.mark.parametrize("targets", ["attention", "attention+feed-forward", "all-linear"])
+def test_the_plan_knows_the_size_of_the_file(targets: str) -> None:
+    """bootstrap.estimate counts the fused layout's values without making them."""
+    job = make_job(method="lora", lora={"rank": 4, "alpha": 4, "targets": targets})
+    assert job.lora
+    values = sum(tensor.numel() for tensor in to_kohya(trained(adapted(job.lora)), 4).values())
+    assert work_of(job, SHAPE, [(64, 64, 1.0)]).weights_file == 4 * values
