@@ -1,7 +1,7 @@
 # One image for every pod. Layers go from what changes least to what changes with every commit, so that a release moves
 # about a megabyte. No weights and no secrets are in it, and nothing of it lies under the volume's mount point, which
-# would hide it. Built by `make push`; the figures below are compressed sizes, since every gigabyte is minutes of pulling
-# on a billed pod.
+# would hide it. Built by `make push`. The figures below are compressed sizes: every gigabyte is minutes of pulling on a
+# billed pod.
 
 # The pins of torch and of what torch needs, by themselves: the layer of gigabytes below depends on these lines alone,
 # not on the rest of requirements.txt. (The CUDA wheels and triton are tied to one version each by torch's metadata.)
@@ -42,33 +42,32 @@ ENV PATH=/opt/fluxpod/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 
 # torch with CUDA: gigabytes, nearly all of the image; made anew only when one of its pins changes.
-# The package index's own torch is built for CUDA 13, which needs a host with driver 580 or newer. It is the default since
-# it is the build that torch and bitsandbytes are tested with most and the one our figures were measured with. What it
-# leaves out are hosts whose driver was not updated for a year; how many that are is not known, so the template asks the
-# platform for hosts with CUDA 13 only, and the plan checks the driver and says what to choose. For older hosts there is
-# TORCH_INDEX: the address of PyTorch's own index of an older CUDA (its "Get started" page has them; they end in cu126 or
-# the like), searched beside the usual one. Its wheels count as newer than the same version without such an ending.
-# `make push TORCH_INDEX=...` puts the ending into the tag.
-# Dropped: the test programs of torch, sympy and networkx (54 MB).
+# The package index's own torch is built for CUDA 13, which needs a host with driver 580 or newer. It is the default:
+# nothing has to be named for it, and our figures were measured with it. What it leaves out are hosts whose driver is
+# older; how many those are is not known, so the template asks the platform for CUDA 13 hosts only, and the plan checks
+# the driver and says what to choose. For older hosts there is TORCH_INDEX: the address of PyTorch's own index of an
+# older CUDA (its "Get started" page has them; they end in cu126 or the like), searched beside the usual one. Its wheels
+# count as newer than the same version without such an ending. `make push TORCH_INDEX=...` puts the ending into the tag.
+# Dropped: the test programs of torch, sympy and networkx (52 MB).
 ARG TORCH_INDEX=
 COPY --from=pins /torch.txt /opt/fluxpod/
 RUN python3 -m venv /opt/fluxpod/venv \
     && pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/torch.txt \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
     && site=/opt/fluxpod/venv/lib/python3.11/site-packages \
-    && rm -rf $site/torch/test $site/torch/bin/test_* \
-    && find $site/sympy $site/networkx -type d -name tests -prune -exec rm -rf {} +
+    && rm -rf "$site/torch/test" "$site"/torch/bin/test_* \
+    && find "$site/sympy" "$site/networkx" -type d -name tests -prune -exec rm -rf {} +
 
 # All other packages, 190 MB. 40 of it are JupyterLab with the 77 packages that it brings: uploads and a terminal for
 # people who have a browser and nothing else.
-# Dropped: bitsandbytes for other CUDA versions than torch's (38 MB), and Jupyter's dates in 700 languages, which it would
-# need with translations that are not here (10 MB).
+# Dropped: bitsandbytes for other CUDA versions than torch's (38 MB), and how a thousand locales write dates, which
+# Jupyter would need for translations that are not here (10 MB).
 COPY requirements.txt /opt/fluxpod/
 RUN pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/requirements.txt \
     && site=/opt/fluxpod/venv/lib/python3.11/site-packages \
     && major=$(python -c 'import torch; print((torch.version.cuda or "13").partition(".")[0])') \
-    && find $site/bitsandbytes -name 'libbitsandbytes_*.so' -not -name '*_cpu.so' -not -name "*_cuda$major*" -delete \
-    && find $site/babel/locale-data -name '*.dat' -not -name 'en*' -not -name root.dat -delete
+    && find "$site/bitsandbytes" -name 'libbitsandbytes_*.so' -not -name '*_cpu.so' -not -name "*_cuda$major*" -delete \
+    && find "$site/babel/locale-data" -name '*.dat' -not -name 'en*' -not -name root.dat -delete
 
 COPY entrypoint/start.sh /opt/fluxpod/
 COPY entrypoint/supervisord.conf /etc/

@@ -197,11 +197,8 @@ def _watch(
             line = ""
         if line is None:
             process.wait()
-            tail = " ".join(" ".join(errors).split())[-500:]
-            return {
-                "kind": "passing",
-                "message": f"The transfer of {repo} ended with code {process.returncode}: {tail}",
-            }
+            message = f"The transfer of {repo} ended with code {process.returncode}: {_tail(errors)}"
+            return {"kind": "passing", "message": message}
         now = time.monotonic()
         if line:
             alive = now

@@ -188,8 +188,7 @@ def prune(folder: Path, newest: int, keep_states: int, keep_weights: int | Liter
     One beyond ``newest`` is not counted: the run went on from an older one, because this one is damaged. A kill in the
     middle leaves a valid checkpoint with a file too many, or a hidden folder, which the next call takes away.
     """
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(folder)
     states = [state for state in list_states(folder)[0] if state.step <= newest]
     states.reverse()
     for place, state in enumerate(states):
@@ -199,6 +198,12 @@ def prune(folder: Path, newest: int, keep_states: int, keep_weights: int | Liter
             shutil.rmtree(state.path.rename(state.path.with_name(f".{state.path.name}.old")))
         else:
             thin(state)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Takes away what a kill left of a save or a removal: up to a whole state, on a volume that may have no room."""
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def thin(state: State) -> None:

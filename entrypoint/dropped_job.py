@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from bootstrap.volume import Volume, write_atomically
 from jobs.load import parse_job
 from jobs.problem import JobError
+from jobs.secret import hidden
 
 VARIABLE = "FLUXPOD_JOB"
 LARGEST = 1_000_000  # bytes of a job
@@ -64,7 +65,7 @@ def job_text(value: str) -> str:
 
 
 def _fetch(address: str) -> str:
-    shown = address.split("?", 1)[0]  # a query may hold a key
+    shown = hidden(address.split("?", 1)[0])  # a query may hold a key
     request = urllib.request.Request(address, headers={"User-Agent": "fluxpod"})
     try:
         with urllib.request.urlopen(request, timeout=LIMIT) as answer:

@@ -17,5 +17,5 @@ def output_of(folder: RunFolder, job: Job) -> Path:
 def already_done(loaded: LoadedJob, folder: RunFolder) -> bool:
     """Whether this very job ended well before."""
     outcome = Outcome.read(folder.outcome)
-    same = folder.job.exists() and folder.job.read_text(encoding="utf-8") == loaded.text
+    same = folder.job.exists() and folder.job.read_bytes() == loaded.text.encode()
     return outcome is not None and outcome.code == DONE and same and output_of(folder, loaded.job).exists()

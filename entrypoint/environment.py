@@ -40,7 +40,11 @@ PASSWORDS = ("FLUXPOD_PASSWORD", "JUPYTER_PASSWORD")
 
 # A shell on the pod downloads from the hub. It calls no platform and knows no password.
 SHELL_SECRETS = ("HF_TOKEN",)
-_SECRET = re.compile(r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)|FLUXPOD_JOB")
+# Addresses of messages (jobs.values.ADDRESS_WORDS) are among them: who knows one can write there.
+_SECRET = re.compile(
+    r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)"
+    r"|.*(NTFY|DISCORD|SLACK|WEBHOOK|NOTIFY).*|FLUXPOD_JOB"
+)
 _OF_THE_SHELL = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_", "container"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MISSING_SECRET = re.compile(r"\{\{\s*RUNPOD_SECRET_([^\s{}]*)\s*\}\}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,12 +17,10 @@ from bootstrap.plan import Plan
 from bootstrap.processes import living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
+from entrypoint.environment import is_secret
 
 LAUNCHER_LIMIT = clocks.RUN
 LOOK_EVERY = 0.2  # seconds between two looks at a child
-
-# What no trainer needs: names of variables that hold secrets, ours and those that users set for other tools.
-_SECRET = re.compile(r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)|FLUXPOD_JOB")
 
 
 class StillRunning(RuntimeError):
@@ -46,10 +43,11 @@ class Stop:
         def asked(number: int, _frame: object) -> None:
             if self.leaving:
                 os._exit(128 + number)
-            if self.requested:
+            elif self.requested:
                 self.leaving = True
                 raise SystemExit(128 + number)
-            self.requested = True
+            else:
+                self.requested = True
 
         signal.signal(signal.SIGTERM, asked)
         signal.signal(signal.SIGINT, asked)
@@ -76,7 +74,7 @@ def encoder_command(run_file: Path, part: int, parts: int) -> list[str]:
 def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str, str]:
     """What our programs get: no secret, no hub (everything is on the volume by now), caches on the volume."""
     plan = run.plan
-    kept = {name: value for name, value in environment.items() if not _SECRET.fullmatch(name.upper())}
+    kept = {name: value for name, value in environment.items() if not is_secret(name)}
     kept |= {
         "ACCELERATE_USE_CPU": "1" if plan.device == "cpu" else "0",
         "HF_HOME": str(run.cache / "huggingface"),  # not the home's, where a launcher's own settings may lie

@@ -137,11 +137,11 @@ class HeldLease:
 
     def _beat(self) -> None:
         while not self._end.wait(self.renew):
-            now = Lease.read(self.path)
-            if now is not None and now.owner != self.lease.owner:
-                self.lost()
-                return
-            self.lease = replace(self.lease, counter=self.lease.counter + 1)
             with suppress(OSError):  # a volume that hangs or is full: the next beat may come through
+                now = Lease.read(self.path)
+                if now is not None and now.owner != self.lease.owner:
+                    self.lost()
+                    return
+                self.lease = replace(self.lease, counter=self.lease.counter + 1)
                 write_json(self.path, asdict(self.lease))
             self.beat()

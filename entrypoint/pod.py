@@ -32,6 +32,7 @@ from entrypoint.lease import LeaseWatch
 from entrypoint.notify import Event, notify, notify_of, unset
 from entrypoint.status import Phase, Status, StatusFile
 from entrypoint.when_done import clear_banner, container_start, finish, max_hours_reached, read_max_hours, stop_pod
+from jobs import yaml12
 from jobs.load import LoadedJob, parse_job
 from jobs.problem import JobError
 from jobs.schema import Job, Notify
@@ -110,16 +111,20 @@ def watch(volume: Volume, environment: Mapping[str, str] = os.environ) -> int:
     volume.create()
     loop = PodLoop(volume, read_pod(volume.root), environment, stop)
     loop.greet()
-    while not stop.requested and not loop.out_of_time():
-        loop.turn()
-        loop.when_all_is_done()
-        loop.sleep(LOOK_EVERY)
+    try:
+        while not stop.requested and not loop.out_of_time():
+            try:
+                loop.turn()
+                loop.when_all_is_done()
+            except OSError as error:
+                loop._once("", f"the volume does not answer as it should, looking again soon: {error}")
+            loop.sleep(LOOK_EVERY)
+    except Exception:
+        loop.end()  # or its jobs would train on beside those that the next loop starts on the same GPUs
+        raise
     loop.end()
     if not stop.requested:
-        stop_pod(volume, loop.last[0] if loop.last else None, environment, pause=loop.sleep)
-        print("FLUXPOD_MAX_HOURS have passed: nothing is started any more", flush=True)
-        while not loop.sleep(60.0):  # were this to end, supervisor would start it again
-            continue
+        loop.stay_stopped()
     return DONE
 
 
@@ -132,7 +137,7 @@ class PodLoop:
     children: dict[str, Child] = field(default_factory=dict)  # by job name
     ended: dict[str, Ended] = field(default_factory=dict)
     told: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last phase and message of jobs that wait
-    texts: dict[Path, str] = field(default_factory=dict)  # job files at the last look
+    files: dict[Path, bytes] = field(default_factory=dict)  # job files at the last look
     last: tuple[Job, Outcome] | None = None  # the job that ended last, for its when_done
     idle: bool = False  # nothing runs, and nothing will by itself
     finished_at: float | None = 0.0  # when to ask the platform (again), on this process's clock; None: not any more
@@ -182,7 +187,9 @@ class PodLoop:
         files = self._job_files()
         self._stop_removed(files)
         for file in files:
-            if file.loaded is None and self._tell(file.name, "held", file.problems, JOB_WRONG):
+            if file.loaded or file.name in self.children:  # an edit holds from the next start on
+                continue
+            if self._tell(file.name, "held", file.problems, JOB_WRONG):
                 self._notify(notify_of(file.text), file.name, "held", file.problems)
         readiness = {file.name: self._readiness(file) for file in files}
         waiting = [Waiting(f, f.loaded.job.gpus) for f in files if f.loaded and readiness[f.name] == "ready"]
@@ -194,7 +201,7 @@ class PodLoop:
         for job in waiting:
             if job.file.name not in self.children:
                 self._tell(job.file.name, "pending", "waiting for GPUs" if self.pod.gpus else "waiting for its turn")
-        arriving = len(self.texts) > len(files) and any(path.stem not in self.told for path in self.texts)
+        arriving = len(self.files) > len(files) and any(path.stem not in self.told for path in self.files)
         self.idle = not self.children and not arriving and all(kind == "over" for kind in readiness.values())
         if not self.idle:
             self.finished_at = 0.0
@@ -202,17 +209,15 @@ class PodLoop:
     def _job_files(self) -> list[JobFile]:
         """The job files that look the same as at the last look (others may still be arriving), one for each name."""
         found: list[JobFile] = []
-        before, self.texts = self.texts, {}
+        before, self.files = self.files, {}
         for path in sorted(p for p in self.volume.jobs.iterdir() if p.suffix in (".yaml", ".yml") and p.name[0] != "."):
             try:
-                text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                text = path.read_bytes().decode("latin-1")  # the loader says what is wrong with it
+                data = path.read_bytes()
             except OSError:
                 continue
-            self.texts[path] = text
-            if before.get(path) == text:
-                found.append(_read(path, text))
+            self.files[path] = data
+            if before.get(path) == data:
+                found.append(_read(path, data))
         return self._without_doubles(found)
 
     def _without_doubles(self, files: list[JobFile]) -> list[JobFile]:
@@ -234,7 +239,7 @@ class PodLoop:
         if already_done(file.loaded, folder):
             self._once(file.name, f"{file.name} is done")
             return "over"
-        paths = [self.volume.resolve(entry.path) for entry in file.loaded.job.datasets if "://" not in entry.path]
+        paths = self._data_of(file.loaded.job)
         reason = self.quiet.waiting_for(paths)
         ended = self.ended.get(file.name)
         if ended and not self._again(ended, file, self.quiet.fingerprint(paths)):
@@ -242,13 +247,16 @@ class PodLoop:
         if Attempts.read(folder.root, file.text).exhausted:
             self._tell(file.name, "failed", "it crashed again and again: change the job file to try anew", CRASH)
             return "over"
-        if reason:
-            self._tell(file.name, "pending", f"waiting: {reason}")
-            return "later"
         if not self.leases.clear(folder.lease):  # its status is the owner's to write
             self._once(file.name, f"{file.name}: waiting, another pod runs it or has just died")
             return "later"
+        if reason:
+            self._tell(file.name, "pending", f"waiting: {reason}")
+            return "later"
         return "ready"
+
+    def _data_of(self, job: Job) -> list[Path]:
+        return [self.volume.resolve(entry.path) for entry in job.datasets if "://" not in entry.path]
 
     def _again(self, ended: Ended, file: JobFile, data: str) -> bool:
         if ended.text != file.text:
@@ -286,10 +294,12 @@ class PodLoop:
         job = file.loaded.job
         told = Status.read(folder.status)
         outcome = Outcome(code, told.message if told else "", told.step if told else 0)
-        paths = [self.volume.resolve(entry.path) for entry in file.loaded.job.datasets if "://" not in entry.path]
+        paths = self._data_of(job)
         ended = Ended(code, file.text, self.quiet.fingerprint(paths))
-        if child.removed:
-            StatusFile(folder.status).tell("held", "the job file was removed; what was saved stays", code=code)
+        if child.removed and code != DONE:
+            ended.again_at = time.monotonic()  # with the file back it goes on
+            message = "the job file was removed; what was saved stays"
+            StatusFile(folder.status).tell("held", message, step=outcome.step, code=code)
         elif code == STOPPED:
             ended.again_at = time.monotonic()
         elif code == DONE:
@@ -313,7 +323,7 @@ class PodLoop:
 
     def _stop_removed(self, files: Sequence[JobFile]) -> None:
         """A run whose job file is gone is stopped as by a signal: its state stays; with the file back it goes on."""
-        there = {file.name for file in files} | {path.stem for path in self.texts}
+        there = {file.name for file in files} | {path.stem for path in self.files}
         for name, child in self.children.items():
             gone = not child.file.path.exists() and name not in there
             if gone and not child.removed:
@@ -353,8 +363,8 @@ class PodLoop:
 
     def _done_before(self) -> list[tuple[Job, Outcome]]:
         found = []
-        for path, text in self.texts.items():
-            loaded = _read(path, text).loaded
+        for path, data in self.files.items():
+            loaded = _read(path, data).loaded
             if loaded and loaded.job.when_done != "idle" and already_done(loaded, self.volume.run(loaded.job.name)):
                 outcome = Outcome.read(self.volume.run(loaded.job.name).outcome)
                 assert outcome
@@ -363,6 +373,16 @@ class PodLoop:
 
     def out_of_time(self) -> bool:
         return max_hours_reached(self.started, self.environment)
+
+    def stay_stopped(self) -> None:
+        """After FLUXPOD_MAX_HOURS: asks for the pod's stop until it takes. Ends only on a signal: were it to end by
+        itself, supervisor would start the loop again."""
+        print("FLUXPOD_MAX_HOURS have passed: nothing is started any more", flush=True)
+        job = self.last[0] if self.last else None
+        again: float | None = 0.0
+        while not self.sleep(60.0 if again is None else again):
+            if again is not None:
+                again = stop_pod(self.volume, job, self.environment, pause=self.sleep).again
 
     def sleep(self, seconds: float) -> bool:
         """Waits; true as soon as somebody asked to stop."""
@@ -396,8 +416,10 @@ class PodLoop:
             print(line, flush=True)
 
 
-def _read(path: Path, text: str) -> JobFile:
+def _read(path: Path, data: bytes) -> JobFile:
+    text = ""
     try:
+        text = yaml12.decode(data, path.name)
         return JobFile(path, text, parse_job(text, path.name))
     except JobError as error:
         return JobFile(path, text, None, str(error))

@@ -29,14 +29,15 @@ class Tail:
         self.rest = b""
 
     def lines(self) -> list[str]:
-        if not self.path.exists():
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self.file or found.st_size < self.position:  # it was cut and rewritten
+                    self.position, self.file, self.rest = 0, found.st_ino, b""
+                file.seek(self.position)
+                data = file.read()
+        except OSError:  # not there yet, or a volume that hangs: looking on must not end a training
             return []
-        with self.path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self.file or found.st_size < self.position:  # it was cut and rewritten
-                self.position, self.file, self.rest = 0, found.st_ino, b""
-            file.seek(self.position)
-            data = file.read()
         self.position += len(data)
         *whole, self.rest = (self.rest + data).split(b"\n")
         return [line.decode("utf-8", "replace") for line in whole]

@@ -30,7 +30,7 @@ from bootstrap.outcome import (
 from bootstrap.plan import Plan, make_plan
 from bootstrap.pod import read_oom_kills, read_pod
 from bootstrap.run_file import RunFile
-from bootstrap.state import State, newest_whole, read_state, resume_problems
+from bootstrap.state import State, newest_whole, read_state, remove_leftovers, resume_problems
 from bootstrap.volume import RunFolder, Volume, write_atomically
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
@@ -46,7 +46,7 @@ from entrypoint.launch import (
 from entrypoint.lease import STALE, HeldLease, Lease, LeaseTakenError, LeaseWatch
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, Status, StatusFile
-from jobs.load import LoadedJob, load_job
+from jobs.load import LoadedJob, load_job, read_text
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
@@ -98,8 +98,8 @@ class Running:
     def notice(self) -> str:
         """What a changed job file means while the run is on: nothing until the next start, and it says so."""
         try:
-            same = self.job_file.read_text(encoding="utf-8") == self.text
-        except (OSError, UnicodeDecodeError):
+            same = read_text(self.job_file) == self.text
+        except (OSError, JobError):
             return ""
         return "" if same else " (the job file was edited: that takes effect at the next start of this run)"
 
@@ -130,6 +130,8 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     if not wait_for_lease(lease, stop):
         return STOPPED
     with lease:
+        if already_done(loaded, folder):  # by the other pod, while this one waited for it
+            return _still_done(loaded.job, running)
         outcome = _outcome_of(loaded, running)
         _tell(outcome, running)
     return outcome.code
@@ -205,6 +207,8 @@ def _tell(outcome: Outcome, running: Running) -> None:
 def _run(loaded: LoadedJob, running: Running) -> Outcome:
     job, folder = loaded.job, running.folder
     end_leftovers(running.volume, job.name)
+    remove_leftovers(folder.states)
+    rotate(folder.log)
     for warning in loaded.warnings:
         running.say(f"warning: {warning}")
     folder.outcome.unlink(missing_ok=True)
@@ -267,7 +271,12 @@ def changed_settings(run_file: Path, job: Job) -> list[str]:
     except (OSError, ValueError):  # the first start, or an older program's
         return []
     now = job.model_dump(mode="json")
-    return [f"changed: {key} was {before.get(key)}, is now {now[key]}" for key in now if before.get(key) != now[key]]
+    changed = [key for key in now if before.get(key) != now[key]]
+    # Addresses are as good as passwords.
+    return [
+        "changed: notify" if key == "notify" else f"changed: {key} was {before.get(key)}, is now {now[key]}"
+        for key in changed
+    ]
 
 
 def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
@@ -322,6 +331,9 @@ def train(run: RunFile, running: Running) -> Outcome:
     (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look)
     progress.close()
     outcome = Outcome.read(run.folder.outcome)
+    if outcome is None and running.stop.requested:
+        told = "stopped by a signal in the middle of something longer than a stop may take; the newest state stands"
+        return Outcome(STOPPED, told, progress.step)
     if outcome is None:
         killed = read_oom_kills() - oom_kills
         why = f"the container's memory ran out: {killed} killed" if killed > 0 else describe_exit(status)

@@ -36,11 +36,19 @@ def load_job(path: Path) -> LoadedJob:
             raise JobError([_absent(path)])
         if path.stat().st_size > MOST_BYTES:
             raise JobError([Problem("the file is too large for a job", "A job is a short text", file=str(path))])
-        data = path.read_bytes()
+        text = read_text(path)
     except OSError as error:
         remedy = "Check the name and who may read the file"
         raise JobError([Problem(f"cannot be read: {error.strerror}", remedy, file=str(path))]) from None
-    return parse_job(yaml12.decode(data, path.name), path.name)
+    return parse_job(text, path.name)
+
+
+def read_text(path: Path) -> str:
+    """The text of a job file as ``load_job`` takes it: its line ends as they are, no mark of its encoding.
+
+    :raises JobError: where it is no text; OSError where it cannot be read.
+    """
+    return yaml12.decode(path.read_bytes(), path.name)
 
 
 def parse_job(text: str, file: str = "") -> LoadedJob:

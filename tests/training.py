@@ -38,7 +38,7 @@ from jobs.schema import Job
 
 POD = Pod(gpus=(), cpus=1, memory=8 << 30, shm=0, disk_free=1 << 40)  # one CPU: one thread, so sums have one order
 IMAGES = 10  # drawn: in four buckets, the last of which gives a smaller step
-LIMIT = 120.0  # seconds after which a training is taken to hang
+LIMIT = 240.0  # seconds after which a training is taken to hang
 
 JOB: dict[str, Any] = {
     "base": "flux-tiny",
@@ -54,7 +54,7 @@ JOB: dict[str, Any] = {
 """The keys that these trainings share; a test adds a name and changes what it is about."""
 
 
-def shared_folder(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+def shared_folder(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """A folder that ``make`` fills once in a session, also where several workers need it."""
     root = factory.getbasetemp()
     if root.name.startswith("popen-"):  # a worker's own folder, inside the session's

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bootstrap.plan import Plan
+from bootstrap.ways import needs_whole_model
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.blockwise import Blockwise
@@ -29,7 +30,6 @@ BLOCKWISE: dict[str, dict[str, Any]] = {
 }
 CLASSES = {"AdamW": "torch.optim.AdamW", "Adafactor": "torch.optim.Adafactor", "Prodigy": "prodigyopt.Prodigy"}
 ELEMENTWISE = ("AdamW",)  # among CLASSES: a row's update needs nothing of the others
-WHOLE_MODEL = ("Prodigy",)  # one rate is estimated from all tensors
 
 
 def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: World) -> Optimizer:
@@ -42,7 +42,7 @@ def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: Worl
         arguments = {"weight_decay": job.weight_decay} | arguments
     make = partial(_make, kind, job, arguments)
     float32 = all(tensor.weight.dtype == torch.float32 for tensor in tensors)
-    together = job.optimizer in WHOLE_MODEL or (float32 and not plan.optimizer_in_backward)
+    together = needs_whole_model(job.optimizer) or (float32 and not plan.optimizer_in_backward)
     return TorchOptimizer(tensors, job.seed, make, world, together=together, elementwise=job.optimizer in ELEMENTWISE)
 
 

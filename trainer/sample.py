@@ -60,6 +60,8 @@ class Sampler:
         cache = Cache(self.run.cache)
         unwritten: OSError | None = None
         for turn in range(0, len(prompts), self.world.size):
+            if self.world.any(self.world.stop_requested):
+                break  # the loop answers it; a round takes minutes
             place = turn + self.world.rank
             real = place < len(prompts)
             index = prompts[place] if real else prompts[-1]  # a sharded model needs every process in every forward

@@ -1,7 +1,7 @@
 """The trainer: ``accelerate launch ... -m trainer.train runs/<name>/run.json``.
 
 Full fine-tuning and LoRA, one process and many, are this one loop. What happened is in ``outcome.json``, which rank 0
-writes last.
+writes last, or the first process that fails.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def train(t: Training) -> Outcome:
     """From the state the run goes on from, or from the start, to the last step or to a signal."""
     if t.start == 0 and t.sampler.due(0):
         t.sampler.draw(0)
+        t.metrics.restart_clock()
     for done in t.steps():
         stop = t.world.any(t.world.stop_requested)
         if done == t.last or (stop and t.save_fits(clocks.SAVE)) or (not stop and done % t.run.job.save.every == 0):
@@ -153,9 +154,10 @@ class Training:
 
     def save_fits(self, seconds: float) -> bool:
         """Whether a save takes less than that, by the last one's measure; an unmeasured one is taken to be too long
-        where a state is larger than what a volume of 100 MB/s takes."""
+        where a state is larger than what a volume of 100 MB/s takes. Rank 0's measure: saving is entered by all or
+        none."""
         if self.state:
-            return self.state.manifest.seconds < seconds
+            return self.world.from_lead(self.state.manifest.seconds < seconds)
         return self.run.plan.state_bytes < seconds * 100e6
 
     def save(self, step: int) -> None:
@@ -243,6 +245,8 @@ def failure(error: BaseException, step: int) -> Outcome:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         ways = "lower plan.images_per_pass, set plan.checkpointing: true, or take a Paged optimizer"
         return Outcome(POD_WRONG, f"out of GPU memory: {ways}. ({text})", step)
+    if isinstance(error, MemoryError):
+        return Outcome(POD_WRONG, f"{text}: take a pod with more RAM, or an optimizer with smaller states", step)
     if isinstance(error, (NonFiniteLossError, NonFiniteError)):
         return Outcome(CRASH, f"{text}; the newest state stands. A lower learning_rate usually helps.", step)
     return Outcome(CRASH, f"{type(error).__name__}: {text}", step)
@@ -263,7 +267,8 @@ def main(run_file: Path) -> int:
         # Not a clean-up: the other processes may wait in a collective that this one will never enter. The launcher
         # ends them when it sees this one go.
         traceback.print_exc()
-        if rank == 0:
+        # The first to fail tells why: what the others see then is only that it is gone.
+        if not run.folder.outcome.exists():
             failure(error, 0).write(run.folder.outcome)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -98,14 +98,12 @@ def join_world(run: RunFile) -> Iterator[World]:
         torch.cuda.set_device(device)
     world = World(rank, size, device, dist.new_group(backend="gloo", timeout=CONTROL_LIMIT))
     answer_signals(world)
-    try:
-        yield world
-        world.meet()
-        # The launcher sends TERM to the others as soon as one leaves; all are done here, so it must not matter.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield world
+    world.meet()
+    # The launcher sends TERM to the others as soon as one leaves; all are done here, so it must not matter.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Not after an error: NCCL's end waits for the other processes, which may wait in a collective for this one.
+    dist.destroy_process_group()
 
 
 def answer_signals(world: World) -> None:

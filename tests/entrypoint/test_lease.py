@@ -102,3 +102,22 @@ def test_the_owner_beats_and_notices_a_take_over(tmp_path: Path) -> None:
                 break
         assert lost.is_set()
     assert path.exists()  # another's lease is not removed
+
+
+def test_a_volume_that_hangs_does_not_end_the_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, failed, beats = tmp_path / "lease.json", threading.Event(), threading.Semaphore(0)
+    lease = HeldLease(path, "me", lambda: None, beats.release, renew=0.01)
+    lease.take(LeaseWatch("me"))
+    real = Lease.read
+
+    def read(path: Path) -> Lease | None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(Lease, "read", read)
+    with lease:
+        for _ in range(3):
+            assert beats.acquire(timeout=10)
+    assert failed.is_set()

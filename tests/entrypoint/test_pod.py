@@ -5,17 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, Outcome
 from bootstrap.pod import Gpu, Pod
-from bootstrap.volume import Volume
+from bootstrap.volume import Volume, write_atomically, write_json
 from entrypoint import pod as pod_module
+from entrypoint.lease import Lease
 from entrypoint.pod import JobFile, PodLoop, Waiting, choose
-from entrypoint.status import Status
-from jobs.load import parse_job
+from entrypoint.status import Status, StatusFile
+from entrypoint.when_done import Finish
+from jobs.load import load_job, parse_job
 from tests.loopback_runpod import LoopbackRunPod
 
 GIB = 1 << 30
@@ -260,6 +263,68 @@ def test_a_removed_job_is_stopped(
     status = Status.read(volume.run("a").status)
     assert status
     assert (status.phase, "removed" in status.message) == ("held", True)
+    drop(volume, "a")  # the same file is back
+    for _ in range(3):
+        loop.turn()
+    assert "a" in loop.children
+    file.write_text("name: [\n", encoding="utf-8")  # edited while it runs: nothing is told before its end
+    for _ in range(3):
+        loop.turn()
+    status = Status.read(volume.run("a").status)
+    assert status
+    assert "a.yaml" not in status.message
+    loop.end()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_job_from_a_windows_editor_is_read_as_check_reads_it(
+    volume: Volume, started: list[list[str]], clock: Clock, encoding: str
+) -> None:
+    codes[0] = POD_WRONG
+    file = volume.jobs / "a.yaml"
+    file.write_bytes(job_text("a").replace("\n", "\r\n").encode(encoding))
+    loop = make_loop(volume)
+    for _ in range(3):
+        loop.turn()
+    assert len(started) == 1
+    turn_until_ended(loop)
+    folder = volume.run("a")
+    folder.output.mkdir(parents=True)
+    (folder.output / "a.safetensors").write_bytes(b"")
+    write_atomically(folder.job, load_job(file).text)  # as a run leaves it
+    Outcome(DONE, "done", 10).write(folder.outcome)
+    again = make_loop(volume)
+    for _ in range(4):
+        again.turn()
+    assert len(started) == 1
+
+
+def test_another_pods_run_keeps_its_status(volume: Volume, started: list[list[str]], clock: Clock) -> None:
+    drop(volume, "a")
+    folder = volume.run("a")
+    write_json(folder.lease, replace(Lease.mine("other"), boot="another boot").__dict__)
+    StatusFile(folder.status).tell("training", "training", step=7, steps=9)
+    before = Status.read(folder.status)
+    loop = make_loop(volume, environment={"FLUXPOD_QUIET_SECONDS": "10"})
+    for second in range(20):
+        clock.now = float(second)
+        loop.turn()
+    assert Status.read(folder.status) == before
+    assert not started
+
+
+def test_out_of_time_the_stop_is_asked_for_until_it_takes(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    answers = [Finish("stop", False, "no answer", 600.0), Finish("stop", True, "stops")]
+
+    def sleep(loop: PodLoop, seconds: float) -> bool:
+        asked.append(seconds)
+        return len(asked) > 3
+
+    monkeypatch.setattr(PodLoop, "sleep", sleep)
+    monkeypatch.setattr(pod_module, "stop_pod", lambda *_, **__: answers.pop(0))
+    make_loop(volume).stay_stopped()
+    assert (asked, answers) == ([0.0, 600.0, 60.0, 60.0], [])
 
 
 def test_the_pod_is_stopped_once_when_all_is_done(

@@ -25,7 +25,7 @@ import torch
 from bootstrap.bases import HUB
 from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.outcome import Outcome
-from bootstrap.processes import living, start_time
+from bootstrap.processes import living, reap, start_time
 from bootstrap.state import State, list_states, read_state, verify
 from bootstrap.tensor_files import make_header, read_tensors
 from bootstrap.volume import RunFolder, Volume, read_json
@@ -33,13 +33,15 @@ from entrypoint.status import Status
 from tests.loopback_hub import LoopbackHub, Repo
 from tests.training import JOB, fill_volume, read_metrics, shared_folder
 
+pytestmark = pytest.mark.timeout(900)  # four starts in one fixture, on a machine that may have other things to do
+
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_" + "aB3" * 11 + "x"
 CHAIN: dict[str, Any] = JOB | {
     "name": "chain",
-    "steps": 14,
-    "save": {"every": 4},
-    "sample": {"every": 7, "prompts": ["a large red circle"], "width": 64, "height": 64, "steps": 2},
+    "steps": 10,
+    "save": {"every": 3},
+    "sample": {"every": 5, "prompts": ["a large red circle"], "width": 64, "height": 64, "steps": 2},
     "plan": {"processes": 2},
 }
 
@@ -56,14 +58,16 @@ class Program:
     def said(self) -> str:
         return self.console.read_text(errors="replace")
 
-    def ends(self, limit: float = 150.0) -> int:
+    def ends(self, limit: float = 400.0) -> int:
+        """Its exit code. What takes longer is killed, and all that it started."""
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            reap(self.folder.processes)
             raise AssertionError(f"still running after {limit:g} s:\n{self.said()}") from None
 
-    def wait_until(self, condition: Callable[[], object], limit: float = 90.0) -> None:
+    def wait_until(self, condition: Callable[[], object], limit: float = 400.0) -> None:
         deadline = time.monotonic() + limit
         while not condition():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.said()}"
@@ -81,7 +85,7 @@ class Program:
         self.wait_until(there)
 
     def pid_of(self, role: str) -> int:
-        return int(read_json(self.folder.processes / f"{role}.json")["pid"])
+        return living(self.folder.processes)[role]
 
 
 def begin(volume: Volume, job: dict[str, Any] | str, **environment: str) -> Program:
@@ -151,7 +155,7 @@ def interrupted(root: Path, flux_tiny: Path, cache: Path) -> None:
         told.append(kept | {"status": read_json(program.folder.status)} | facts)
 
     program = begin(volume, CHAIN)
-    program.wait_for_step(5)
+    program.wait_for_step(4)
     workers = [program.pid_of("trainer-0"), program.pid_of("trainer-1")]
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)  # or they would be done before the next start is up
@@ -160,14 +164,14 @@ def interrupted(root: Path, flux_tiny: Path, cache: Path) -> None:
     seen(program, orphans=[worker for worker in workers if start_time(worker)])
 
     program = begin(volume, CHAIN)
-    program.wait_for_step(6)
+    program.wait_for_step(5)
     orphans = [worker for worker in workers if start_time(worker)]
     for pid in living(program.folder.processes).values():
         os.kill(pid, signal.SIGKILL)
     seen(program, orphans=orphans)
 
     program = begin(volume, CHAIN)
-    program.wait_for_step(6)
+    program.wait_for_step(5)
     program.process.terminate()
     program.ends()
     seen(program, outcome=read_json(program.folder.outcome), living=living(program.folder.processes))
@@ -202,15 +206,15 @@ def newest(scenario: Path) -> State:
 def test_a_job_is_run_to_its_output(whole: Path) -> None:
     folder, report = chain(whole), told(whole)
     assert report["code"] == 0, report["said"]
-    assert list(losses(folder)) == list(range(1, 15))
-    assert outcome_of(folder) == Outcome(0, "all 14 steps are done", 14)
+    assert list(losses(folder)) == list(range(1, 11))
+    assert outcome_of(folder) == Outcome(0, "all 10 steps are done", 10)
     status = status_of(folder)
-    assert (status.phase, status.step, status.steps, status.code) == ("done", 14, 14, 0)
+    assert (status.phase, status.step, status.steps, status.code) == ("done", 10, 10, 0)
     last = newest(whole)
     verify(last)
     assert (folder.output / "chain.safetensors").samefile(last.model)
-    assert [state.step for state in list_states(folder.states)[0]] == [12, 14]
-    names = [f"step-{step:06d}-00.png" for step in (0, 7, 14)]
+    assert [state.step for state in list_states(folder.states)[0]] == [9, 10]
+    names = [f"step-{step:06d}-00.png" for step in (0, 5, 10)]
     assert sorted(path.name for path in folder.samples.iterdir()) == names
     assert list(folder.tensorboard.iterdir())
     assert not living(folder.processes)
@@ -218,8 +222,8 @@ def test_a_job_is_run_to_its_output(whole: Path) -> None:
 
 
 def test_it_says_what_it_does_in_the_right_order(whole: Path) -> None:
-    lines = ["making|weights", "2 circle|captions: 10/10", "images .* 2 x 2", "starting at step 0 of 14", "encoding 10"]
-    lines += [r"encoded \d+/\d+ captions", r"encoded \d+/\d+ images", "step 14/14  loss", "done: all 14 steps are done"]
+    lines = ["making|weights", "2 circle|captions: 10/10", "images .* 2 x 2", "starting at step 0 of 10", "encoding 10"]
+    lines += [r"encoded \d+/\d+ captions", r"encoded \d+/\d+ images", "step 10/10  loss", "done: all 10 steps are done"]
     said = told(whole)["said"]
     places = [re.search(line, said) for line in lines]
     assert all(places), said
@@ -237,13 +241,13 @@ def test_kill_9_of_entrypoint_and_launcher_leaves_workers_which_the_next_start_e
     assert killed["code"] == -signal.SIGKILL
     assert len(killed["orphans"]) == 2
     assert again["orphans"] == []
-    assert "going on at step 4 of 14" in again["said"]
+    assert "going on at step 3 of 10" in again["said"]
 
 
 def test_kill_9_of_everything_goes_on_at_the_newest_state(broken: Path) -> None:
     _, killed, again, _ = told(broken)
     assert killed["code"] == -signal.SIGKILL
-    assert f"going on at step {killed['states'][-1]} of 14" in again["said"]
+    assert f"going on at step {killed['states'][-1]} of 10" in again["said"]
 
 
 def test_a_stop_finishes_the_step_and_saves_its_state(broken: Path) -> None:
@@ -254,10 +258,10 @@ def test_a_stop_finishes_the_step_and_saves_its_state(broken: Path) -> None:
     assert stopped["outcome"]["step"] == step
     assert stopped["outcome"]["reason"].startswith(f"stopped by a signal after step {step}")
     assert (stopped["status"]["phase"], stopped["status"]["code"], stopped["status"]["step"]) == ("pending", 75, step)
-    assert 6 <= step < 14
+    assert 5 <= step < 10
     assert stopped["states"][-1] == step
     assert stopped["living"] == {}
-    assert f"going on at step {step} of 14" in again["said"]
+    assert f"going on at step {step} of 10" in again["said"]
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(broken: Path, whole: Path) -> None:
@@ -266,7 +270,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(broken: Path,
     assert report["code"] == 0, report["said"]
     assert losses(chain(broken)) == losses(chain(whole))
     one, other = newest(broken), newest(whole)
-    assert one.step == other.step == 14
+    assert one.step == other.step == 10
     assert one.model.read_bytes() == other.model.read_bytes()
     assert one.optimizer.read_bytes() == other.optimizer.read_bytes()
     output = Path("output") / "chain.safetensors"
@@ -291,7 +295,7 @@ def test_more_steps_and_fewer_processes_go_on_and_a_second_signal_leaves_at_once
     for name in ("cache", "runs"):
         shutil.copytree(broken / "volume" / name, volume.root / name, dirs_exist_ok=True)
     program = begin(volume, CHAIN | {"steps": 500, "plan": {"processes": 1}})
-    program.wait_for_step(16)
+    program.wait_for_step(12)
     workers = living(program.folder.processes)
     program.process.terminate()
     time.sleep(0.05)
@@ -302,12 +306,12 @@ def test_more_steps_and_fewer_processes_go_on_and_a_second_signal_leaves_at_once
     assert len(workers) == 3
     assert not any(start_time(pid) for pid in workers.values())
     said = program.said()
-    assert "going on at step 14 of 500" in said
+    assert "going on at step 10 of 500" in said
     assert said.count("saved on 2 processes, going on with 1") == 1
     steps = losses(program.folder)
     assert list(steps) == list(range(1, len(steps) + 1))
-    assert {step: steps[step] for step in range(1, 15)} == losses(chain(whole))
-    assert read_state(program.folder.states / "step-000014").manifest.processes == 2
+    assert {step: steps[step] for step in range(1, 11)} == losses(chain(whole))
+    assert read_state(program.folder.states / "step-000010").manifest.processes == 2
 
 
 # ---------------------------------------------------------------- before training
@@ -418,7 +422,7 @@ def give_it_encoders(base: Path, text_size: int, pooled_size: int) -> None:
 def test_a_crash_of_the_trainer_is_told_with_the_end_of_its_log(whole: Path, tmp_path: Path, flux_tiny: Path) -> None:
     volume = fill_volume(tmp_path / "volume", flux_tiny)
     shutil.copytree(whole / "volume" / "cache", volume.cache, dirs_exist_ok=True)
-    job = CHAIN | {"name": "crash", "optimizer": "tests.entrypoint.test_run.Stumbles", "sample": {}}
+    job = CHAIN | {"name": "crash", "optimizer": "tests.entrypoint.test_run.Stumbles", "sample": {}, "plan": {}}
     program = begin(volume, job)
     assert program.ends() == 1
     status = status_of(program.folder)
@@ -439,7 +443,7 @@ class Stumbles(torch.optim.SGD):
 
 
 def test_a_single_file_with_its_encoders(whole: Path, tmp_path: Path, flux_tiny: Path) -> None:
-    """The file is the same model as the folder's, so it trains alike."""
+    """The file is the same model as the folder's, so it trains alike; in one process, so not to the bit."""
     volume = fill_volume(tmp_path / "volume", flux_tiny)
     shutil.copytree(whole / "volume" / "cache", volume.cache, dirs_exist_ok=True)
     base = {
@@ -447,10 +451,11 @@ def test_a_single_file_with_its_encoders(whole: Path, tmp_path: Path, flux_tiny:
         "vae": "models/flux-tiny/vae",
         "text_encoders": {"clip": "models/flux-tiny/text_encoder", "t5": "models/flux-tiny/text_encoder_2"},
     }
-    program = begin(volume, CHAIN | base | {"name": "single", "steps": 2, "sample": {}})
+    program = begin(volume, CHAIN | base | {"name": "single", "steps": 2, "sample": {}, "plan": {}})
     assert program.ends() == 0, program.said()
     assert "cache: everything is there" in program.said()
-    assert losses(program.folder) == {step: losses(chain(whole))[step] for step in (1, 2)}
+    expected = losses(chain(whole))
+    assert losses(program.folder) == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-3)
 
 
 def test_a_base_from_the_hub_leaves_the_token_nowhere(

@@ -52,7 +52,7 @@ def make_volume(root: Path) -> Path:
     return root
 
 
-def wait_for(reached: Callable[[], bool], container: podman.Container, what: str, seconds: float = 300) -> float:
+def wait_for(reached: Callable[[], bool], container: podman.Container, what: str, seconds: float = 900) -> float:
     """Returns the seconds it took; fails with the container's last words."""
     start = time.monotonic()
     while not reached():

@@ -302,3 +302,9 @@ def test_a_state_of_another_model_is_told(world: World) -> None:
     other = make(make_trained({"other.weight": torch.ones(2, 2)}), world, "AdamW")
     with pytest.raises(OptimizerStateError, match=r"nothing for other\.weight"):
         other.load(saved(first))
+
+
+def test_an_optimizer_that_must_see_the_whole_model_does_so_by_its_import_path_too(world: World) -> None:
+    """In a full model, whose weights are bf16: one rate for all tensors, as the plan has it in mind."""
+    optimizer = make(make_trained(start(torch.bfloat16)), world, "prodigyopt.Prodigy")
+    assert len(optimizer.parts) == 1

@@ -24,10 +24,12 @@ from bootstrap.state import State, read_state, verify
 from bootstrap.tensor_files import read_header, read_tensors
 from bootstrap.volume import Volume
 from entrypoint.launch import free_port
-from tests.training import Trained, fill_volume, finish, prepared, read_metrics, start, train, trained
+from tests.training import Trained, fill_volume, finish, prepared, read_metrics, shared_folder, start, train, trained
+
+pytestmark = pytest.mark.timeout(600)
 
 # Two runs that share out a step's images differently multiply matrices of other heights, and add in another order: in
-# bf16, which has 8 bits of mantissa, a loss then differs by some 1e-5 at the first step, and by 2e-4 after eight, when
+# bf16, which has 8 bits of mantissa, a loss then differs by some 1e-5 at the first step, and by 2e-4 after six, when
 # stochastic rounding has sent some weights to the other neighbour.
 DRIFT = 1e-3
 SMALL = {"width": 64, "height": 64, "steps": 2}  # a sample that is drawn in a moment
@@ -35,21 +37,32 @@ SMALL = {"width": 64, "height": 64, "steps": 2}  # a sample that is drawn in a m
 
 @pytest.fixture(scope="module")
 def volume(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path, flux_tiny_schnell: Path) -> Volume:
-    """Shared: every run has a name of its own, and the cache fills once."""
-    return fill_volume(tmp_path_factory.mktemp("volume"), flux_tiny, flux_tiny_schnell)
+    """One for all tests: every run has a name of its own, and the cache fills once."""
+    bases = (flux_tiny, flux_tiny_schnell)
+    return Volume(shared_folder(tmp_path_factory, "training", lambda root: fill_volume(root, *bases)))
+
+
+def in_worlds(factory: pytest.TempPathFactory, volume: Volume, method: str, **keys: Any) -> dict[int, Trained]:
+    """The same job in one process, in two, and in three; trained once, also for several workers."""
+
+    def make(_: Path) -> None:
+        for n in (1, 2, 3):
+            trained(volume, name=f"{method}-{n}", method=method, plan={"processes": n}, **keys)
+
+    shared_folder(factory, f"training-{method}", make)
+    return {n: Trained(RunFile.read(volume.run(f"{method}-{n}").run_file), [0] * n) for n in (1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
-def full(volume: Volume) -> dict[int, Trained]:
-    """The same job in one process, in two, and in three: 4 images as 4, as 2+2, as 2+1+1."""
-    return {n: trained(volume, name=f"full-{n}", steps=8, plan={"processes": n}) for n in (1, 2, 3)}
+def full(tmp_path_factory: pytest.TempPathFactory, volume: Volume) -> dict[int, Trained]:
+    """4 images as 4, as 2+2, as 2+1+1."""
+    return in_worlds(tmp_path_factory, volume, "full", steps=5)
 
 
 @pytest.fixture(scope="module")
-def lora(volume: Volume) -> dict[int, Trained]:
+def lora(tmp_path_factory: pytest.TempPathFactory, volume: Volume) -> dict[int, Trained]:
     """Steps of 3 images, which some buckets share."""
-    keys: dict[str, Any] = {"method": "lora", "steps": 8, "images_per_step": 3, "lora": {"rank": 4}}
-    return {n: trained(volume, name=f"lora-{n}", plan={"processes": n}, **keys) for n in (1, 2, 3)}
+    return in_worlds(tmp_path_factory, volume, "lora", steps=8, images_per_step=3, lora={"rank": 4})
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -66,7 +79,7 @@ def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_steps_and_learning_rates_are_the_same_on_any_number_of_processes(worlds: dict[int, Trained]) -> None:
-    assert [line["step"] for line in worlds[1].metrics] == list(range(1, 9))
+    assert worlds[1].values("step") == list(range(1, worlds[1].run.plan.steps + 1))
     assert worlds[2].values("step") == worlds[3].values("step") == worlds[1].values("step")
     assert worlds[2].values("lr") == worlds[3].values("lr") == worlds[1].values("lr")
 
@@ -74,7 +87,10 @@ def test_steps_and_learning_rates_are_the_same_on_any_number_of_processes(worlds
 def test_a_step_of_fewer_images_moves_the_weights_less(full: dict[int, Trained]) -> None:
     """14 items in buckets of 4, 4, 4 and 2; and two images for three processes leave one with a dummy."""
     assert full[3].run.plan.split == (2, 1, 1)
-    assert sorted(full[1].values("lr")[4:]) == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+    images = [len(step) for step in steps_of(full[1].run)]
+    assert sorted(images[:4]) == [2, 4, 4, 4]
+    warmup = [0.5, 1, 1, 1, 1]
+    assert full[1].values("lr") == pytest.approx([1e-3 * w * n / 4 for w, n in zip(warmup, images, strict=True)])
 
 
 def test_losses_drift_no_further_than_reordered_sums(worlds: dict[int, Trained]) -> None:
@@ -94,7 +110,7 @@ def test_weights_end_close_together(full: dict[int, Trained], flux_tiny: Path) -
     for n in (2, 3):
         apart = flat(full[n].weights) - alone
         assert apart.norm() < 0.05 * moved
-        assert bool((apart.abs() <= 2**-7 * alone.abs() + 8e-3).all())  # one bf16 step, or all of 8 steps of 1e-3
+        assert bool((apart.abs() <= 2**-7 * alone.abs() + 1e-2).all())  # one bf16 step, or 5 steps of 1e-3 both ways
 
 
 def test_adapters_end_close_together(lora: dict[int, Trained]) -> None:
@@ -111,16 +127,16 @@ def test_it_learns(worlds: dict[int, Trained]) -> None:
 
 def test_the_output_is_the_last_states_weights(worlds: dict[int, Trained]) -> None:
     for each in worlds.values():
-        assert each.outcome.step == 8
+        assert each.outcome.step == each.run.plan.steps
         last = each.states[-1]
         verify(last)
-        assert (last.step, last.manifest.processes) == (8, each.run.plan.processes)
+        assert (last.step, last.manifest.processes) == (each.run.plan.steps, each.run.plan.processes)
         assert each.output.samefile(last.model)
 
 
 def test_the_gradients_length_is_limited_alike(volume: Volume) -> None:
     """Shards clip by the whole gradient's length, not by their own."""
-    keys: dict[str, Any] = {"steps": 3, "max_grad_norm": 0.05, "optimizer": "AdamW"}
+    keys: dict[str, Any] = {"steps": 2, "max_grad_norm": 0.05, "optimizer": "AdamW"}
     one, two = (trained(volume, name=f"clip-{n}", plan={"processes": n}, **keys) for n in (1, 2))
     assert min(one.values("grad_norm")) > 0.05
     assert two.values("grad_norm") == pytest.approx(one.values("grad_norm"), rel=10 * DRIFT)
@@ -133,25 +149,25 @@ def test_the_gradients_length_is_limited_alike(volume: Volume) -> None:
 @pytest.mark.parametrize("plan", [{"optimizer_in_backward": False}, {"checkpointing": True}])
 def test_ways_that_give_the_same_to_the_bit(plan: dict[str, Any], full: dict[int, Trained], volume: Volume) -> None:
     """Each loss tells of the weights before it."""
-    other = trained(volume, name=f"same-{next(iter(plan))}", steps=4, plan=plan)
-    assert other.values("loss") == full[1].values("loss")[:4]
+    other = trained(volume, name=f"same-{next(iter(plan))}", steps=3, plan=plan)
+    assert other.values("loss") == full[1].values("loss")[:3]
 
 
 def test_several_passes_are_one_step(full: dict[int, Trained], volume: Volume) -> None:
-    passes = trained(volume, name="passes", steps=4, plan={"images_per_pass": 1})
+    passes = trained(volume, name="passes", steps=3, plan={"images_per_pass": 1})
     assert passes.run.plan.passes == 4
-    assert passes.values("lr") == full[1].values("lr")[:4]
-    assert passes.values("loss") == pytest.approx(full[1].values("loss")[:4], rel=DRIFT)
+    assert passes.values("lr") == full[1].values("lr")[:3]
+    assert passes.values("loss") == pytest.approx(full[1].values("loss")[:3], rel=DRIFT)
 
 
 def test_samples_change_no_later_step(full: dict[int, Trained], volume: Volume) -> None:
     """Three prompts for two processes: one of them draws a picture that nobody keeps."""
     prompts = ["a large red circle on a white background", "a star", "a cat"]
     sample = SMALL | {"every": 3, "prompts": prompts}
-    drawn = trained(volume, name="drawn", steps=8, plan={"processes": 2}, sample=sample)
+    drawn = trained(volume, name="drawn", steps=5, plan={"processes": 2}, sample=sample)
     assert drawn.values("loss") == full[2].values("loss")
     assert torch.equal(flat(drawn.weights), flat(full[2].weights))
-    names = [f"step-{step:06d}-{prompt:02d}.png" for step in (0, 3, 6, 8) for prompt in range(3)]
+    names = [f"step-{step:06d}-{prompt:02d}.png" for step in (0, 3, 5) for prompt in range(3)]
     assert sorted(path.name for path in drawn.run.folder.samples.iterdir()) == names
     pictures = {path.read_bytes() for path in drawn.run.folder.samples.iterdir()}
     assert len(pictures) == len(names)
@@ -184,7 +200,7 @@ def test_a_finished_checkpoint_draws_the_last_sample_in_the_stock_pipeline(volum
     from trainer.model import bare_model, fill, sources
 
     prompt = "a large red circle on a white background"
-    keys: dict[str, Any] = {"steps": 4, "sample": SMALL | {"prompts": [prompt]}}
+    keys: dict[str, Any] = {"steps": 2, "sample": SMALL | {"prompts": [prompt]}}
     each = trained(volume, name="picture", plan={"processes": 2}, **keys)
 
     def load(pipeline: Any) -> None:
@@ -206,7 +222,7 @@ def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(volume: 
     """
     prompt = "a star"
     lora = {"rank": 4, "targets": ["transformer_blocks.*.attn.*", "transformer_blocks.*.ff.net.*"]}
-    keys: dict[str, Any] = {"method": "lora", "lora": lora, "steps": 4, "learning_rate": 0.1}
+    keys: dict[str, Any] = {"method": "lora", "lora": lora, "steps": 3, "learning_rate": 0.1}
     each = trained(volume, name="adapter-picture", sample=SMALL | {"prompts": [prompt]}, **keys)
     stock = stock_picture(flux_tiny, prompt, lambda pipeline: pipeline.load_lora_weights(each.output))
     assert np.abs(stock - last_sample(each)).mean() < 1
@@ -219,39 +235,40 @@ def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(volume: 
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        "AdamW",
-        "AdamW8bit",
-        "PagedAdamW8bit",
-        "PagedAdamW32bit",
-        "Lion8bit",
-        "PagedLion8bit",
-        "Adafactor",
-        "torch.optim.RAdam",
-    ],
+    ["AdamW", "AdamW8bit", "PagedAdamW32bit", "Lion8bit", "Adafactor", "torch.optim.RAdam"],
 )
 def test_every_optimizer_trains_shards_as_wholes_and_goes_on(optimizer: str, volume: Volume) -> None:
     rate = 1e-4 if "Lion" in optimizer else 1e-3
-    keys: dict[str, Any] = {"optimizer": optimizer, "learning_rate": rate, "steps": 3, "warmup": 0}
-    two = trained(volume, name=f"{optimizer}-2", plan={"processes": 2}, save={"every": 2, "states": 2}, **keys)
+    keys: dict[str, Any] = {"optimizer": optimizer, "learning_rate": rate, "steps": 2, "warmup": 0}
+    two = trained(volume, name=f"{optimizer}-2", plan={"processes": 2}, save={"every": 1, "states": 2}, **keys)
     one = trained(volume, name=f"{optimizer}-1", **keys)
     assert two.values("loss") == pytest.approx(one.values("loss"), rel=DRIFT)
     middle, end = two.states
     again = trained(volume, middle, name=f"{optimizer}-again", plan={"processes": 2}, **keys)
-    assert again.values("loss") == two.values("loss")[2:]
+    assert again.values("loss") == two.values("loss")[1:]
     assert_equal_states(again.states[-1], end)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "Lion8bit"])
+def test_a_paged_optimizer_has_the_arithmetic_of_the_other(optimizer: str, volume: Volume) -> None:
+    keys: dict[str, Any] = {"learning_rate": 1e-4, "steps": 2, "warmup": 0}
+    plain, paged = (
+        trained(volume, name=f"{name}-paged", optimizer=name, **keys) for name in (optimizer, f"Paged{optimizer}")
+    )
+    assert paged.values("loss") == plain.values("loss")
+    assert_equal_states(paged.states[-1], plain.states[-1])
 
 
 @pytest.mark.parametrize("keys", [{"method": "full"}, {"method": "lora", "plan": {"processes": 2}}])
 def test_prodigy_sees_the_whole_model(keys: dict[str, Any], volume: Volume) -> None:
     """A full model in one process, whatever the GPUs; replicas of an adapter each see all of it."""
     name = f"prodigy-{keys['method']}"
-    common: dict[str, Any] = keys | {"optimizer": "Prodigy", "learning_rate": 1.0, "steps": 3, "gpus": 2}
-    whole = trained(volume, name=name, save={"every": 2, "states": 2}, **common)
+    common: dict[str, Any] = keys | {"optimizer": "Prodigy", "learning_rate": 1.0, "steps": 2, "gpus": 2}
+    whole = trained(volume, name=name, save={"every": 1, "states": 2}, **common)
     assert whole.run.plan.processes == (1 if keys["method"] == "full" else 2)
     middle, end = whole.states
     again = trained(volume, middle, name=f"{name}-again", **common)
-    assert again.values("loss") == whole.values("loss")[2:]
+    assert again.values("loss") == whole.values("loss")[1:]
     assert_equal_states(again.states[-1], end)
 
 
@@ -285,10 +302,10 @@ def save_again(run_file: Path) -> None:
 def test_a_state_of_two_processes_is_loaded_to_the_bit_by_one_and_by_three(
     kind: str, keys: dict[str, Any], volume: Volume
 ) -> None:
-    saved = trained(volume, name=f"saved-{kind}", steps=2, plan={"processes": 2}, **keys).states[-1]
+    saved = trained(volume, name=f"saved-{kind}", steps=1, plan={"processes": 2}, **keys).states[-1]
     for processes in (1, 3):
         plan = {"processes": processes}
-        run = prepared(volume, saved, name=f"loaded-{kind}-{processes}", steps=2, plan=plan, **keys)
+        run = prepared(volume, saved, name=f"loaded-{kind}-{processes}", steps=1, plan=plan, **keys)
         loaded = train(run, work=save_again)
         assert loaded.codes == [0] * processes, loaded.log
         assert_equal_states(loaded.states[-1], saved)
@@ -296,12 +313,12 @@ def test_a_state_of_two_processes_is_loaded_to_the_bit_by_one_and_by_three(
 
 
 def test_it_goes_on_with_another_number_of_processes(full: dict[int, Trained], volume: Volume) -> None:
-    half = trained(volume, name="half", steps=4, plan={"processes": 2})
-    rest = trained(volume, half.states[-1], name="rest", steps=8, plan={"processes": 1})
-    assert half.values("loss") == full[2].values("loss")[:4]
-    assert rest.values("step") == [5, 6, 7, 8]
-    assert rest.values("lr") == full[2].values("lr")[4:]
-    assert rest.values("loss") == pytest.approx(full[2].values("loss")[4:], rel=DRIFT)
+    half = trained(volume, name="half", steps=2, plan={"processes": 2})
+    rest = trained(volume, half.states[-1], name="rest", steps=5, plan={"processes": 1})
+    assert half.values("loss") == full[2].values("loss")[:2]
+    assert rest.values("step") == [3, 4, 5]
+    assert rest.values("lr") == full[2].values("lr")[2:]
+    assert rest.values("loss") == pytest.approx(full[2].values("loss")[2:], rel=DRIFT)
 
 
 # ---------------------------------------------------------------- other bases and settings
@@ -310,7 +327,7 @@ def test_it_goes_on_with_another_number_of_processes(full: dict[int, Trained], v
 def test_a_base_without_guidance(volume: Volume) -> None:
     sample = SMALL | {"prompts": ["a star"]}
     each = trained(volume, name="schnell", base="flux-tiny-schnell", steps=2, sample=sample, plan={"processes": 2})
-    assert len(list(each.run.folder.samples.iterdir())) == 4 // 2
+    assert len(list(each.run.folder.samples.iterdir())) == 2  # at 0 and at the end
     assert not any("guidance" in name for name in each.weights)
 
 
@@ -385,10 +402,9 @@ def test_a_loss_that_is_no_number_stops_the_run_at_its_step(
     """One picture's latent is NaN; every process reads the loss, so all stop."""
     own = fill_volume(tmp_path / "volume", flux_tiny)
     shutil.copytree(volume.cache, own.cache, dirs_exist_ok=True)
-    run = prepared(own, name="poisoned", steps=8, save={"every": 1}, plan={"processes": processes})
+    run = prepared(own, name="poisoned", steps=4, save={"every": 1}, plan={"processes": processes})
     items = run.read_items()
-    bad = steps_of(run).index(next(step for step in steps_of(run)[3:] if len(step) == 4))
-    spoil_latent(run.cache, items[steps_of(run)[bad][0]].latent_key)
+    spoil_latent(run.cache, items[steps_of(run)[3][0]].latent_key)
     each = train(run)
     first = next(number for number, step in enumerate(steps_of(run)) if spoiled(step, items, run.cache)) + 1
     assert each.outcome.code == 1
@@ -445,28 +461,28 @@ class SpoilsLastRows(torch.optim.SGD):
 
 
 def test_a_sample_that_fails_is_a_warning(full: dict[int, Trained], volume: Volume) -> None:
-    sample = SMALL | {"every": 2, "prompts": ["a star"]}
-    run = prepared(volume, name="no-samples", steps=3, plan={"processes": 2}, sample=sample)
+    sample = SMALL | {"every": 1, "prompts": ["a star"]}
+    run = prepared(volume, name="no-samples", steps=2, plan={"processes": 2}, sample=sample)
     run = replace(run, weights=replace(run.weights, scheduler=Path("/nowhere")))
     run.write(run.read_items())
     each = train(run)
     assert each.outcome.code == 0
     told = [line for line in each.log.splitlines() if "are not complete" in line]
     steps = [word for line in told for word in line.split() if word.isdigit()]
-    assert steps == ["0", "0", "2", "2", "3", "3"]  # a line for each process
-    assert each.values("loss") == full[2].values("loss")[:3]
+    assert steps == ["0", "0", "1", "1", "2", "2"]  # a line for each process
+    assert each.values("loss") == full[2].values("loss")[:2]
 
 
 def test_a_picture_that_cannot_be_written_on_one_process_stops_nobody(volume: Volume) -> None:
     """Three prompts for two processes: the first fails on one; the third needs both."""
-    sample = SMALL | {"every": 2, "prompts": ["a star", "a circle", "a square"]}
-    run = prepared(volume, name="unwritten", steps=2, plan={"processes": 2}, sample=sample)
+    sample = SMALL | {"every": 1, "prompts": ["a star", "a circle", "a square"]}
+    run = prepared(volume, name="unwritten", steps=1, plan={"processes": 2}, sample=sample)
     (run.folder.samples / ".step-000000-00.png.part").mkdir(parents=True)
     each = train(run)
     assert each.outcome.code == 0
     assert "samples of step 0 are not complete: process 0: IsADirectoryError" in each.log
     assert (run.folder.samples / "step-000000-02.png").exists()
-    assert (run.folder.samples / "step-000002-00.png").exists()
+    assert (run.folder.samples / "step-000001-00.png").exists()
 
 
 def test_a_disk_that_takes_no_state_in_between_is_told(volume: Volume) -> None:
@@ -481,8 +497,8 @@ def test_a_disk_that_takes_no_state_in_between_is_told(volume: Volume) -> None:
 
 
 def test_a_damaged_state_is_told(volume: Volume) -> None:
-    saved = trained(volume, name="to-be-damaged", steps=2).states[-1]
-    run = prepared(volume, saved, name="damaged", steps=4)
+    saved = trained(volume, name="to-be-damaged", steps=1).states[-1]
+    run = prepared(volume, saved, name="damaged", steps=2)
     saved.optimizer.unlink()
     each = train(run)
     assert each.outcome.code == 64

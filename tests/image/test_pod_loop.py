@@ -1,0 +1,402 @@
+"""Jobs in the real container: dropped, broken, stopped in every phase, killed, started again, by two pods at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootstrap.bases import HUB
+from bootstrap.outcome import JOB_WRONG, POD_WRONG, STOPPED, Outcome
+from bootstrap.run_file import RunFile
+from bootstrap.state import list_states, newest_whole
+from bootstrap.volume import RunFolder, Volume
+from entrypoint.drawn import draw_dataset
+from entrypoint.lease import Lease
+from entrypoint.status import Status
+from tests.entrypoint.test_run import give_it_encoders, losses, status_of, write_sparse
+from tests.image import podman
+from tests.image.test_container import free_ports
+from tests.loopback_runpod import LoopbackRunPod
+from tests.training import JOB, prepared
+
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("image")]  # the first build is in that time
+
+GRACE = 30  # seconds from SIGTERM to SIGKILL
+ONE = {"plan": {"processes": 1}}
+TWO = {"plan": {"processes": 2}}
+LEASE_SECONDS = 15.0  # three beats
+
+
+# ---------------------------------------------------------------- volumes and pods
+
+
+def lay_out(root: Path, flux_tiny: Path) -> Volume:
+    """A volume with the toy base and ten pictures, and nothing encoded."""
+    volume = Volume(root)
+    volume.create()
+    shutil.copytree(flux_tiny, volume.models / "flux-tiny")
+    draw_dataset(volume.datasets / "drawn", 10)
+    return volume
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path) -> Path:
+    """The cache of what most jobs here need, made once and outside: encoding in a container is one test's matter."""
+    volume = lay_out(tmp_path_factory.mktemp("encoded"), flux_tiny)
+    prepared(volume, name="encoded")
+    return volume.cache
+
+
+@pytest.fixture
+def volume(tmp_path: Path, flux_tiny: Path, encoded: Path) -> Volume:
+    volume = lay_out(tmp_path, flux_tiny)
+    shutil.copytree(encoded, volume.cache, dirs_exist_ok=True)
+    return volume
+
+
+def job_text(name: str, **keys: Any) -> str:
+    """JSON is YAML."""
+    return json.dumps(JOB | ONE | {"name": name, "steps": 4} | keys, indent=1)
+
+
+def drop(volume: Volume, name: str, **keys: Any) -> RunFolder:
+    (volume.jobs / f"{name}.yaml").write_text(job_text(name, **keys))
+    return volume.run(name)
+
+
+def start(volume: Volume, *more: str, **environment: str) -> podman.Container:
+    settings = {"FLUXPOD_QUIET_SECONDS": "1", "FLUXPOD_LEASE_SECONDS": f"{LEASE_SECONDS:g}"}
+    settings["FLUXPOD_PAGE_PORT"] = str(free_ports()["page"])
+    settings["RUNPOD_CPU_COUNT"] = "1"  # one thread a process: several on a machine that is busy wait for each other
+    return podman.Container(volume.root, "host", settings | environment, more)
+
+
+def wait_until(reached: Callable[[], object], container: podman.Container, what: str, seconds: float = 300) -> None:
+    """Looks often, since phases are short; asks podman seldom, since that is slow."""
+    begun = asked = time.monotonic()
+    while not reached():
+        now = time.monotonic()
+        if now - asked > 5:
+            asked = now
+            assert container.is_running, f"the container has ended before {what}:\n{container.log[-6000:]}"
+        assert now - begun < seconds, f"no {what} in {seconds:.0f} s:\n{container.log[-6000:]}"
+        time.sleep(0.02)
+
+
+def says(container: podman.Container, words: str, times: int = 1) -> Callable[[], bool]:
+    return lambda: container.log.count(words) >= times
+
+
+def phase_of(folder: RunFolder) -> str:
+    status = Status.read(folder.status)
+    return status.phase if status else ""
+
+
+def is_done(folder: RunFolder) -> bool:
+    phase = phase_of(folder)
+    assert phase != "failed", status_of(folder).message
+    return phase == "done"
+
+
+def steps_told(folder: RunFolder) -> int:
+    return len(folder.metrics.read_bytes().splitlines()) if folder.metrics.exists() else 0
+
+
+def half_written(volume: Volume) -> list[str]:
+    """What a reader would stumble over: temporary names of every kind, and states that are not whole."""
+    found = [str(path) for path in volume.root.rglob("*") if path.name.endswith((".part", ".tmp"))]
+    return found + [note for run in volume.runs.iterdir() for note in newest_whole(run / "states")[1]]
+
+
+def sizes(volume: Volume) -> dict[str, tuple[int, int]]:
+    """Every file but logs, with its size and its time of change."""
+    files = (path for path in volume.root.rglob("*") if path.is_file() and "log" not in path.name)
+    return {str(f.relative_to(volume.root)): (f.stat().st_size, f.stat().st_mtime_ns) for f in files}
+
+
+# ---------------------------------------------------------------- jobs that come to a running pod
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path, encoded: Path
+) -> Iterator[tuple[Volume, podman.Container]]:
+    """A pod that was started with a job in its environment and nothing on its volume but a base and pictures."""
+    volume = lay_out(tmp_path_factory.mktemp("served"), flux_tiny)
+    shutil.copytree(encoded, volume.cache, dirs_exist_ok=True)
+    with start(volume, FLUXPOD_JOB=job_text("sent")) as container:
+        yield volume, container
+
+
+def test_a_job_in_the_environment_and_one_dropped_meanwhile_are_trained(
+    served: tuple[Volume, podman.Container], report: list[str]
+) -> None:
+    volume, container = served
+    begun = time.monotonic()
+    sent = volume.run("sent")
+    wait_until(lambda: phase_of(sent) in ("preparing", "training"), container, "start of the job")
+    dropped = drop(volume, "dropped")
+    wait_until(lambda: phase_of(dropped) == "pending", container, "word of the dropped job", 60)
+    wait_until(lambda: is_done(sent), container, "end of the job in the environment")
+    report.append(f"container to finished job, encoded before: {time.monotonic() - begun:.0f} s")
+    wait_until(lambda: is_done(dropped), container, "end of the dropped job")
+    for folder in (sent, dropped):
+        assert list(losses(folder)) == [1, 2, 3, 4]
+        assert (folder.output / f"{folder.root.name}.safetensors").exists()
+        assert not folder.lease.exists()
+    assert not half_written(volume)
+
+
+def test_a_broken_job_is_held_with_its_problems_until_it_is_fixed(served: tuple[Volume, podman.Container]) -> None:
+    volume, container = served
+    folder = drop(volume, "broken", method="ful", lerning_rate=1e-5)
+    wait_until(lambda: phase_of(folder) == "held", container, "word of the broken job", 60)
+    status = status_of(folder)
+    assert status.code == JOB_WRONG
+    for word in ("broken.yaml:3: method: ", "lerning_rate"):
+        assert word in status.message
+    unreadable = volume.jobs / "torn.yaml"
+    unreadable.write_text("name: torn\ndatasets: [")
+    wait_until(lambda: phase_of(volume.run("torn")) == "held", container, "word of the torn job", 60)
+    time.sleep(6)  # three looks
+    assert status_of(folder) == status, "a held job is not written again and again"
+    assert "starting broken" not in container.log
+    assert container.execute("supervisorctl", "status", "pod").split()[1] == "RUNNING"
+
+    drop(volume, "broken", steps=2)
+    unreadable.unlink()
+    wait_until(lambda: is_done(folder), container, "end of the fixed job")
+    assert container.log.count("starting broken") == 1
+    assert list(losses(folder)) == [1, 2]
+
+
+RESTARTS, LOOPS = 5, 100
+# Everything that a start of the container does, again and again, without podman's own seconds. A start decides what to
+# run at its second look, two seconds later: every tenth is left alone until it has.
+LOOP = """
+for i in $(seq {loops}); do
+    word='watching /workspace/jobs'
+    [ $((i % 10)) != 0 ] || word='sent is done'
+    /opt/fluxpod/start.sh > /run/said.txt 2>&1 &
+    for wait in $(seq 600); do grep -q "$word" /run/said.txt && break; sleep 0.1; done
+    kill -TERM $!; wait $!
+    grep -q "$word" /run/said.txt || {{ cat /run/said.txt; exit 1; }}
+    ! grep -e '^--- ' /run/said.txt || exit 2
+done
+echo "restarted $i times"
+"""
+
+
+def test_restarts_change_no_file_and_run_nothing_again(
+    served: tuple[Volume, podman.Container], report: list[str]
+) -> None:
+    volume, container = served
+    wait_until(lambda: is_done(volume.run("sent")), container, "end of the job in the environment")
+    restart = ("podman", "--runtime", "runc", "restart", "--time", str(GRACE), container.id)
+    podman.command(*restart)
+    wait_until(lambda: container.log.count("sent is done") >= 1, container, "word that the job is done", 60)
+    before = sizes(volume)
+    runs = container.log.count("--- ")
+    begun = time.monotonic()
+    for count in range(2, RESTARTS + 1):
+        podman.command(*restart)
+        wait_until(says(container, "sent is done", count), container, "another start", 60)
+    report.append(f"a restart of the container to its first look: {(time.monotonic() - begun) / (RESTARTS - 1):.1f} s")
+    assert sizes(volume) == before
+    assert container.log.count("--- ") == runs
+    assert container.stop(GRACE) < GRACE - 2
+
+    begun = time.monotonic()
+    words = podman.run_words("--rm", "--volume", f"{volume.root}:/workspace", "--env", "FLUXPOD_QUIET_SECONDS=1")
+    said = podman.command(*words, podman.IMAGE, "bash", "-c", LOOP.format(loops=LOOPS), timeout=1200)
+    assert f"restarted {LOOPS} times" in said
+    report.append(f"{LOOPS} restarts of all programs: {time.monotonic() - begun:.0f} s")
+    assert sizes(volume) == before
+
+
+# ---------------------------------------------------------------- stopped and killed
+
+CHAIN = TWO | {
+    "steps": 40,
+    "save": {"every": 5},
+    "sample": {"every": 100, "prompts": [f"a {n} circle" for n in range(16)], "width": 64, "height": 64, "steps": 4},
+}
+
+
+def stopped(volume: Volume, container: podman.Container, folder: RunFolder) -> Status:
+    """SIGTERM to the container: it ends by itself within the grace, and what it leaves is whole."""
+    seconds = container.stop(GRACE)
+    facts = json.loads(podman.command("podman", "inspect", container.id))[0]["State"]
+    assert facts["ExitCode"] == 0, container.log[-4000:]
+    assert seconds < GRACE
+    assert not half_written(volume)
+    assert not folder.lease.exists()
+    assert not list(folder.processes.glob("*.json"))
+    status = status_of(folder)
+    assert (status.phase, status.code) == ("pending", STOPPED), status
+    return status
+
+
+def test_sigterm_in_every_phase_then_sigkill_and_the_run_ends_as_if_nothing_had_been(
+    tmp_path: Path, flux_tiny: Path, report: list[str]
+) -> None:
+    volume = lay_out(tmp_path, flux_tiny)
+    folder = drop(volume, "chain", **CHAIN)
+    took: list[str] = []
+
+    def interrupted(what: str, reached: Callable[[], object]) -> Status:
+        with start(volume) as container:
+            wait_until(reached, container, what)
+            begun = time.monotonic()
+            status = stopped(volume, container, folder)
+            took.append(f"{what} {time.monotonic() - begun:.1f} s")
+            return status
+
+    status = interrupted("preparing", lambda: phase_of(folder) == "preparing")
+    assert "before training" in status.message
+    assert not folder.metrics.exists()
+
+    status = interrupted("caching", lambda: (folder.processes / "child-1.json").exists())
+    assert "before training" in status.message
+    assert not folder.metrics.exists()
+
+    status = interrupted("sampling", lambda: len(list(folder.samples.glob("*.png"))) > 1)
+    assert Outcome.read(folder.outcome) == Outcome(STOPPED, status.message, status.step)
+    last = status.step
+
+    status = interrupted("training", lambda: steps_told(folder) > last + 2)
+    assert last + 2 < status.step < 40
+    assert list(losses(folder)) == list(range(1, status.step + 1))
+    last = status.step
+
+    drop(volume, "chain", **CHAIN | {"save": {"every": 1}})
+    status = interrupted("saving", lambda: steps_told(folder) > last and list(folder.states.glob(".*.part")))
+    assert last < status.step < 40
+    assert list_states(folder.states)[0][-1].step == status.step
+    last = status.step
+    report.append(f"SIGTERM to end: {', '.join(took)}")
+
+    drop(volume, "chain", **CHAIN)
+    with start(volume) as first, start(volume) as rival:
+        wait_until(lambda: steps_told(folder) > last + 2, first, "training")
+        owner = Lease.read(folder.lease)
+        assert owner
+        inside = first.execute("readlink", "/proc/self/ns/pid").strip()
+        busy, idle = (first, rival) if inside == owner.pid_space else (rival, first)
+        assert "going on at step" in busy.log
+        assert "going on at step" not in idle.log
+        podman.command("podman", "--runtime", "runc", "kill", busy.id)
+        state = list_states(folder.states)[0][-1]
+        killed = time.monotonic()
+        with start(volume) as third:
+            owners = [owner.owner]
+
+            def watched() -> bool:
+                lease = Lease.read(folder.lease)
+                if lease and lease.owner not in owners:
+                    owners.append(lease.owner)
+                    report.append(f"SIGKILL to another pod's lease: {time.monotonic() - killed:.0f} s")
+                return is_done(folder)
+
+            wait_until(watched, third, "end of the run")
+            went_on = [c for c in (idle, third) if f"going on at step {state.step} of 40" in c.log]
+            assert len(went_on) == 1
+            assert len(owners) == 2
+            for container in (idle, third):
+                wait_until(says(container, "chain is done"), container, "word that the job is done", 90)
+                assert container.is_running
+            time.sleep(5)
+            assert phase_of(folder) == "done"
+    assert list(losses(folder)) == list(range(1, 41))
+    assert Outcome.read(folder.outcome) == Outcome(0, "all 40 steps are done", 40)
+    assert not half_written(volume)
+    text = folder.log.read_text(errors="replace")
+    assert text.count("saved the state of step 40") == 1
+
+
+# ---------------------------------------------------------------- GPUs that are not there
+
+
+def lay_out_real_base(volume: Volume, flux_tiny: Path) -> None:
+    """A FLUX.1-dev in size: its headers, and holes in place of 24 GB."""
+    base = volume.models / "flux-dev"
+    shutil.copytree(flux_tiny, base, ignore=shutil.ignore_patterns("transformer", "*.safetensors"))
+    shape = HUB["black-forest-labs/FLUX.1-dev"]
+    (base / "transformer").mkdir()
+    config = {"_class_name": "FluxTransformer2DModel", **shape.config()}
+    (base / "transformer" / "config.json").write_text(json.dumps(config))
+    write_sparse(base / "transformer" / "diffusion_pytorch_model.safetensors", shape.tensors())
+    give_it_encoders(base, shape.text_size, shape.pooled_size)
+
+
+CARD = "NVIDIA H100 80GB HBM3, 81559, 81000, 580.95.05, 9.0, GPU-{index}, [N/A]"
+
+
+def test_no_gpu_holds_a_real_model_and_two_gpus_take_it_up(tmp_path: Path, flux_tiny: Path) -> None:
+    """There is no GPU here, so with two on paper it comes as far as the plan; the trainer's own are tests/gpu's."""
+    volume = lay_out(tmp_path / "volume", flux_tiny)
+    lay_out_real_base(volume, flux_tiny)
+    folder = drop(volume, "real", base="models/flux-dev", learning_rate=1e-5, plan={})
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    smi.chmod(0o755)
+    mount = ("--volume", f"{smi}:/usr/local/bin/nvidia-smi:ro")
+
+    with start(volume, *mount, RUNPOD_GPU_COUNT="2") as container:
+        wait_until(lambda: phase_of(folder) == "held", container, "word that there is no GPU")
+        status = status_of(folder)
+        assert status.code == POD_WRONG
+        assert "This pod has no GPU" in status.message
+        assert "RUNPOD_GPU_COUNT says 2 GPUs, nvidia-smi shows 0" in container.log
+        assert "captions: 10/10" in container.log
+        time.sleep(5)
+        assert container.is_running
+        assert status_of(folder) == status
+        assert container.log.count("starting real") == 1
+
+        lines = "\n".join(f"echo '{index}, {CARD.format(index=index)}'" for index in range(2))
+        smi.write_text(f"#!/bin/sh\n{lines}\n")
+        podman.command("podman", "--runtime", "runc", "restart", "--time", str(GRACE), container.id)
+        wait_until(lambda: "on GPU 0, 1" in container.log, container, "start on two GPUs")
+        wait_until(folder.run_file.exists, container, "plan")
+        plan = RunFile.read(folder.run_file).plan
+        assert (plan.device, plan.gpus, plan.processes) == ("cuda", (0, 1), 2)
+        assert container.log.count("RUNPOD_GPU_COUNT says") == 1
+        wait_until(lambda: phase_of(folder) in ("failed", "held"), container, "word that CUDA is not there")
+        assert "encoding failed" in status_of(folder).message
+        assert container.is_running
+
+
+# ---------------------------------------------------------------- the pod's own end
+
+
+def test_a_finished_job_stops_the_pod_once_and_so_do_its_hours(volume: Volume) -> None:
+    folder = drop(volume, "ends", when_done="stop", steps=2)
+    with LoopbackRunPod() as api:
+        with start(volume, **api.environment()) as container:
+            wait_until(api.actions, container, "call of the API")
+            assert phase_of(folder) == "done"
+            wait_until(lambda: "RunPod says that this pod stops" in container.log, container, "its answer", 60)
+            assert api.actions() == [("pod-1", "stop")]
+            api.pods["pod-1"]["status"] = "RUNNING"  # its user starts it again, to look at the result
+            podman.command("podman", "--runtime", "runc", "restart", "--time", str(GRACE), container.id)
+            wait_until(lambda: "was started again since" in container.log, container, "word of the mark", 60)
+            time.sleep(3)
+            assert api.actions() == [("pod-1", "stop")]
+            assert container.is_running
+        long = drop(volume, "long", steps=100_000)
+        with start(volume, **api.environment(), FLUXPOD_MAX_HOURS="0.02") as container:
+            wait_until(lambda: len(api.actions()) > 1, container, "call of the API after 72 s")
+            assert phase_of(long) == "pending"
+            assert status_of(long).code == STOPPED
+            wait_until(lambda: "nothing is started any more" in container.log, container, "word of the hours", 60)
+            time.sleep(3)
+            assert container.is_running
+            assert api.actions() == [("pod-1", "stop")] * 2
+    assert not half_written(volume)
