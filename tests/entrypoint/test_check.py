@@ -69,6 +69,27 @@ def test_a_wrong_job(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None
     assert "2 problems" in err
 
 
+def test_five_mistakes_are_told_at_once_with_their_lines(volume: Volume) -> None:
+    """As a command: a misspelt key, one of another method, no number, a size that is none, one without effect."""
+    mistakes = "learning_rat: 1e-5\nlora: {rank: 8}\nimages_per_step: four\nresolution: 500\ndiscrete_flow_shift: 3.0\n"
+    text = TINY.replace("resolution: 64\nsteps: 6\nwarmup: 0\n", mistakes)
+    command = [
+        sys.executable,
+        "-m",
+        "entrypoint.cli",
+        "check",
+        str(written(volume, text)),
+        "--volume",
+        str(volume.root),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 64
+    keys = ("learning_rat", "lora", "images_per_step", "resolution", "discrete_flow_shift")
+    for line, key in enumerate(keys, start=5):
+        assert f"my-job.yaml:{line}: {key}: " in result.stderr
+    assert "5 problems" in result.stderr
+
+
 def test_a_missing_folder_is_told_beside_the_pods(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
     job = written(volume, REAL.replace("datasets/a", "datasets/b"))
     assert check(job, volume, "A40@0.5, 8xH100") == 64
