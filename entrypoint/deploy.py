@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.outcome import ACCESS_REFUSED, CRASH, DONE, JOB_WRONG
+from entrypoint.environment import is_secret
 from entrypoint.platform import PlatformError, RunPod, read_keys
 from jobs.load import LoadedJob, load_job
 from jobs.problem import JobError, Problem
@@ -147,7 +148,8 @@ def create_pod(job_file: Path, wanted: Deployment, environ: Mapping[str, str]) -
             template = _saved_template(runpod, wanted) or template
             volume = runpod.network_volume(wanted.network_volume) if wanted.network_volume else None
         body = pod_body(wanted, job, template, gpu, count, volume)
-        shown = body["env"] | {"FLUXPOD_JOB": f"<{job_file.name} in base64>"}
+        shown = {name: _shown(name, value) for name, value in body["env"].items()}
+        shown["FLUXPOD_JOB"] = f"<{job_file.name} in base64>"
         print(json.dumps(body | {"env": shown}, indent=2))
         if runpod is None:
             return DONE
@@ -166,6 +168,11 @@ def create_pod(job_file: Path, wanted: Deployment, environ: Mapping[str, str]) -
             "when_done is idle: this pod stays billed when the job is done. Write when_done: stop to have it stopped."
         )
     return DONE
+
+
+def _shown(name: str, value: str) -> str:
+    """A reference to a secret is shown, a secret written out is not."""
+    return "<hidden>" if is_secret(name) and not value.strip().startswith("{{") else value
 
 
 def _create(runpod: RunPod, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -25,6 +26,17 @@ LOOK_EVERY = 0.2  # seconds between two looks at a child
 
 class StillRunning(RuntimeError):
     """Another process of ours is in charge of this run."""
+
+
+PARENT = "FLUXPOD_PARENT"  # the pod loop's pid, for the runs it starts
+
+
+def end_with(parent: int) -> None:
+    """Gives this process a TERM when its parent dies, so that a killed pod loop leaves no run behind that it does not
+    know of. A run started by hand outlives its terminal."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2)
+    if os.getppid() != parent:  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass

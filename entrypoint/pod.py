@@ -27,7 +27,7 @@ from bootstrap.volume_probe import probe_volume
 from entrypoint.attempts import Attempts
 from entrypoint.dropped_job import DroppedJobError, drop_job
 from entrypoint.ended import already_done
-from entrypoint.launch import Stop
+from entrypoint.launch import PARENT, Stop
 from entrypoint.lease import LeaseWatch
 from entrypoint.notify import Event, notify, notify_of, unset
 from entrypoint.status import Phase, Status, StatusFile
@@ -268,7 +268,7 @@ class PodLoop:
     # ---- children
 
     def _start(self, file: JobFile, gpus: tuple[int, ...]) -> None:
-        environment = dict(self.environment) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        environment = dict(self.environment) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", PARENT: str(os.getpid())}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         on = f" on GPU {', '.join(map(str, gpus))}" if gpus else ""
@@ -316,7 +316,8 @@ class PodLoop:
                 self.last = (job, outcome)
                 self._notify(job.notify, name, "failed", outcome.reason)
             else:
-                print(f"{name}: crashed ({code}), trying again in {attempts.wait:.0f} s", flush=True)
+                again = f"{outcome.reason or f'crashed ({code})'}; trying again in {attempts.wait:.0f} s"
+                self._tell(name, "pending", again, code)
         if code == ACCESS_REFUSED:
             ended.again_at = time.monotonic() + ACCESS_AGAIN
         self.ended[name] = ended

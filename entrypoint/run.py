@@ -6,7 +6,9 @@ the next start needs.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -29,17 +31,21 @@ from bootstrap.outcome import (
 )
 from bootstrap.plan import Plan, make_plan
 from bootstrap.pod import read_oom_kills, read_pod
+from bootstrap.processes import living
 from bootstrap.run_file import RunFile
-from bootstrap.state import State, newest_whole, read_state, remove_leftovers, resume_problems
+from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
 from bootstrap.volume import RunFolder, Volume, write_atomically
+from bootstrap.volume_probe import probe_volume
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
 from entrypoint.ended import already_done, output_of
 from entrypoint.launch import (
+    PARENT,
     Stop,
     describe_exit,
     encoder_command,
     end_leftovers,
+    end_with,
     run_children,
     trainer_command,
 )
@@ -91,9 +97,14 @@ class Running:
             raise Stopped
 
     def lease_lost(self) -> None:
-        """Another pod took this run over, believing this one dead: two must not go on."""
-        print("the lease of this run was taken over by another pod: stopping here", flush=True)
-        self.stop.requested = True
+        """Another pod took this run over, believing this one dead. The folder is its own now: everything here ends at
+        once, and nothing more is written."""
+        print("the lease of this run was taken over by another pod: ending here", flush=True)
+        for pid in living(self.folder.processes).values():
+            if pid != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        os._exit(STOPPED)
 
     def notice(self) -> str:
         """What a changed job file means while the run is on: nothing until the next start, and it says so."""
@@ -113,6 +124,8 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     if stop is None:
         stop = Stop()
         stop.on_signals()
+    if parent := os.environ.get(PARENT):
+        end_with(int(parent))
     volume = Volume(volume_root.absolute())
     volume.create()
     try:
@@ -172,10 +185,19 @@ def _outcome_of(loaded: LoadedJob, running: Running) -> Outcome:
         return Outcome(STOPPED, "stopped by a signal before training; what was prepared stays", 0)
     except PreparationError as error:
         return Outcome(CRASH, str(error), 0)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            told = f"the volume is full ({error}): make room (fluxpod clean), or choose a larger one"
+            return Outcome(POD_WRONG, told, 0)
+        return _fault(error, running)
     except Exception as error:  # a fault of ours, or of the machine: for the log whole, for people in one line
-        with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
-        return Outcome(CRASH, f"{type(error).__name__}: {error} (more in {running.folder.log})", 0)
+        return _fault(error, running)
+
+
+def _fault(error: Exception, running: Running) -> Outcome:
+    with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
+        traceback.print_exception(error, file=log)
+    return Outcome(CRASH, f"{type(error).__name__}: {error} (more in {running.folder.log})", 0)
 
 
 def _still_done(job: Job, running: Running) -> int:
@@ -225,7 +247,8 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
 def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
-    pod = read_pod(volume.root)
+    facts = probe_volume(volume.root)
+    pod = replace(read_pod(volume.root), disk_free=facts.free)  # what the user says of a quota counts
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
     running.preparing("data: looking through the pictures")
@@ -247,8 +270,7 @@ def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
     for note in notes:
         running.say(f"states: {note}")
     if state is None:
-        running.say(f"starting at step 0 of {plan.steps}")
-        return None
+        return _without_a_whole_state(job, plan, running)
     if problems := resume_problems(state, job):
         raise JobError(problems)
     if state.step >= plan.steps:
@@ -262,6 +284,19 @@ def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
             f"saved on {state.manifest.processes} processes, going on with {plan.processes}: nothing else changes"
         )
     return state
+
+
+def _without_a_whole_state(job: Job, plan: Plan, running: Running) -> State | None:
+    """Starting anew is right only where nothing stands yet: it would write over what an earlier start has made."""
+    left, notes = list_states(running.folder.states)
+    if not left and not notes:
+        running.say(f"starting at step 0 of {plan.steps}")
+        return None
+    if left and left[-1].step >= plan.steps and output_of(running.folder, job).exists():
+        return left[-1]  # all is done; a checkpoint need not be gone on from
+    told = f"{running.folder.states} holds checkpoints or damaged states, but none that can be gone on from"
+    remedy = "Give the job another name to start anew, or move that folder away"
+    raise JobError([Problem(told, remedy, key="name")])
 
 
 def changed_settings(run_file: Path, job: Job) -> list[str]:

@@ -6,6 +6,7 @@ writes last, or the first process that fails.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -249,6 +250,8 @@ def failure(error: BaseException, step: int) -> Outcome:
         return Outcome(POD_WRONG, f"{text}: take a pod with more RAM, or an optimizer with smaller states", step)
     if isinstance(error, (NonFiniteLossError, NonFiniteError)):
         return Outcome(CRASH, f"{text}; the newest state stands. A lower learning_rate usually helps.", step)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Outcome(POD_WRONG, f"the volume is full ({text}): make room, or choose a larger one", step)
     return Outcome(CRASH, f"{type(error).__name__}: {text}", step)
 
 
