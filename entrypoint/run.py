@@ -124,7 +124,8 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     if stop is None:
         stop = Stop()
         stop.on_signals()
-    if parent := os.environ.get(PARENT):
+    parent = os.environ.get(PARENT)
+    if parent:
         end_with(int(parent))
     volume = Volume(volume_root.absolute())
     volume.create()
@@ -140,7 +141,7 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     if already_done(loaded, folder):
         return _still_done(loaded.job, running)
     lease = HeldLease(folder.lease, os.environ.get("RUNPOD_POD_ID", ""), running.lease_lost, running.status.beat)
-    if not wait_for_lease(lease, stop):
+    if not wait_for_lease(lease, stop, patient=not parent):
         return STOPPED
     with lease:
         if already_done(loaded, folder):  # by the other pod, while this one waited for it
@@ -150,9 +151,9 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     return outcome.code
 
 
-def wait_for_lease(lease: HeldLease, stop: Stop) -> bool:
+def wait_for_lease(lease: HeldLease, stop: Stop, patient: bool = True) -> bool:
     """Takes the lease, waiting while it may be a dead process's; False where a stop came first, or a process of this
-    machine is at work."""
+    machine is at work. Not ``patient``: the pod loop waits, without the GPUs that this process was given."""
     watch = LeaseWatch(os.environ.get("RUNPOD_POD_ID", ""))
     told = False
     while not stop.requested:
@@ -163,6 +164,9 @@ def wait_for_lease(lease: HeldLease, stop: Stop) -> bool:
             held = Lease.read(lease.path)
             if held and held.lives_here():
                 print(f"process {held.pid} of this machine runs this job: wait for it, or stop it first", flush=True)
+                return False
+            if not patient:
+                print(f"{error}, which was faster", flush=True)
                 return False
             if not told:
                 print(f"waiting: {error}; it is taken over {STALE:.0f} s after its last sign of life", flush=True)

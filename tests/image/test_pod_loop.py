@@ -224,7 +224,7 @@ def test_restarts_change_no_file_and_run_nothing_again(
 # ---------------------------------------------------------------- stopped and killed
 
 CHAIN = TWO | {
-    "steps": 40,
+    "steps": 1000,  # until the last start, however fast this machine is
     "save": {"every": 5},
     "sample": {"every": 100, "prompts": [f"a {n} circle" for n in range(16)], "width": 64, "height": 64, "steps": 4},
 }
@@ -272,27 +272,30 @@ def test_sigterm_in_every_phase_then_sigkill_and_the_run_ends_as_if_nothing_had_
     last = status.step
 
     status = interrupted("training", lambda: steps_told(folder) > last + 2)
-    assert last + 2 < status.step < 40
+    assert status.step > last + 2
     assert list(losses(folder)) == list(range(1, status.step + 1))
     last = status.step
 
     drop(volume, "chain", **CHAIN | {"save": {"every": 1}})
     status = interrupted("saving", lambda: steps_told(folder) > last and list(folder.states.glob(".*.part")))
-    assert last < status.step < 40
+    assert status.step > last
     assert list_states(folder.states)[0][-1].step == status.step
     last = status.step
     report.append(f"SIGTERM to end: {', '.join(took)}")
 
-    drop(volume, "chain", **CHAIN)
+    steps = last + 20
+    drop(volume, "chain", **CHAIN | {"steps": steps})
     with start(volume) as first, start(volume) as rival:
-        wait_until(lambda: steps_told(folder) > last + 2, first, "training")
+        wait_until(lambda: Lease.read(folder.lease), first, "start of the job")
         owner = Lease.read(folder.lease)
         assert owner
         inside = first.execute("readlink", "/proc/self/ns/pid").strip()
         busy, idle = (first, rival) if inside == owner.pid_space else (rival, first)
-        assert "going on at step" in busy.log
+        wait_until(says(idle, "another pod runs it"), idle, "word of the other pod", 120)
         assert "going on at step" not in idle.log
+        wait_until(lambda: steps_told(folder) > last + 2, busy, "training")
         podman.command("podman", "--runtime", "runc", "kill", busy.id)
+        assert "going on at step" in busy.log
         state = list_states(folder.states)[0][-1]
         killed = time.monotonic()
         with start(volume) as third:
@@ -306,7 +309,7 @@ def test_sigterm_in_every_phase_then_sigkill_and_the_run_ends_as_if_nothing_had_
                 return is_done(folder)
 
             wait_until(watched, third, "end of the run")
-            went_on = [c for c in (idle, third) if f"going on at step {state.step} of 40" in c.log]
+            went_on = [c for c in (idle, third) if f"going on at step {state.step} of {steps}" in c.log]
             assert len(went_on) == 1
             assert len(owners) == 2
             for container in (idle, third):
@@ -314,11 +317,11 @@ def test_sigterm_in_every_phase_then_sigkill_and_the_run_ends_as_if_nothing_had_
                 assert container.is_running
             time.sleep(5)
             assert phase_of(folder) == "done"
-    assert list(losses(folder)) == list(range(1, 41))
-    assert Outcome.read(folder.outcome) == Outcome(0, "all 40 steps are done", 40)
+    assert list(losses(folder)) == list(range(1, steps + 1))
+    assert Outcome.read(folder.outcome) == Outcome(0, f"all {steps} steps are done", steps)
     assert not half_written(volume)
     text = folder.log.read_text(errors="replace")
-    assert text.count("saved the state of step 40") == 1
+    assert text.count(f"saved the state of step {steps} in") == 1
 
 
 # ---------------------------------------------------------------- GPUs that are not there
