@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +108,20 @@ class Volume:
         return self.root / Path(path).expanduser()
 
 
+_TOKEN = secrets.token_hex(4)  # containers of one image have the same pids, and may share a volume
+_NUMBERS = itertools.count()
+
+
+def own_parts() -> str:
+    """What the temporary names of this process, and of no other on any machine, have in common."""
+    return f"{os.getpid()}-{_TOKEN}"
+
+
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Replaces ``path`` in one step: a reader, or a start after a kill, sees the old content or the new, never half."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{own_parts()}-{next(_NUMBERS)}.part")
     try:
         with part.open("wb") as file:
             file.write(data)
@@ -121,6 +132,14 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         part.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+def remove_parts(*folders: Path) -> None:
+    """Takes away what writes that were killed left in ``folders``. For their one writer: it is at no other write there
+    than by ``write_atomically``."""
+    for path in (path for folder in folders for path in folder.glob(".*.part")):
+        if path.is_file() and f".{own_parts()}-" not in path.name:
+            path.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path) -> None:

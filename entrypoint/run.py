@@ -34,7 +34,7 @@ from bootstrap.pod import read_oom_kills, read_pod
 from bootstrap.processes import living
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
-from bootstrap.volume import RunFolder, Volume, write_atomically
+from bootstrap.volume import RunFolder, Volume, remove_parts, write_atomically
 from bootstrap.volume_probe import probe_volume
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
@@ -234,6 +234,7 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
     job, folder = loaded.job, running.folder
     end_leftovers(running.volume, job.name)
     remove_leftovers(folder.states)
+    remove_parts(folder.root, folder.processes, folder.samples, folder.output)
     rotate(folder.log)
     for warning in loaded.warnings:
         running.say(f"warning: {warning}")

@@ -50,7 +50,7 @@ def test_found_on_the_path_with_the_documented_query(tmp_path: Path, monkeypatch
 def test_absent(tmp_path: Path) -> None:
     gpus, notes = read_gpus(str(tmp_path / "nvidia-smi"), {}, 10)
     assert gpus == ()
-    assert "no GPU" in notes[0]
+    assert "is not there" in notes[0]
 
 
 @pytest.mark.parametrize(

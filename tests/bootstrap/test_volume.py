@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.volume import Volume, flush_folder, read_json, write_atomically, write_json
+from bootstrap.volume import Volume, flush_folder, own_parts, read_json, remove_parts, write_atomically, write_json
 
 
 def test_the_folders_of_a_volume(tmp_path: Path) -> None:
@@ -80,3 +80,12 @@ def test_a_damaged_file_is_as_none(content: bytes, tmp_path: Path) -> None:
     assert read_json(path) is None
     path.write_bytes(content)
     assert read_json(path) is None
+
+
+def test_what_a_killed_write_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    stays = [tmp_path / "status.json", tmp_path / "a.part", tmp_path / f".lease.json.{own_parts()}-7.part"]
+    for path in (*stays, tmp_path / ".status.json.0.part", tmp_path / ".step-000005-00.png.part"):
+        path.write_text("half")
+    (tmp_path / ".folder.part").mkdir()
+    remove_parts(tmp_path, tmp_path / "not there")
+    assert sorted(tmp_path.iterdir()) == sorted([*stays, tmp_path / ".folder.part"])

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from bootstrap.volume import write_json
+from entrypoint.launch import Stop
 from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
+from entrypoint.run import wait_for_lease
 
 
 class Clock:
@@ -58,6 +60,14 @@ def test_a_lease_that_stands_still_is_free_after_a_while_of_ones_own_clock(tmp_p
     clock.now = 61
     assert watch.clear(path)
     assert not path.exists()
+
+
+def test_a_run_that_the_pod_loop_started_does_not_wait_with_its_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    other = foreign()
+    write(path, other)
+    assert not wait_for_lease(HeldLease(path, "me", lambda: None), Stop(), patient=False)
+    assert Lease.read(path) == other
 
 
 def test_the_earlier_container_of_this_pod_is_surely_dead(tmp_path: Path) -> None:
