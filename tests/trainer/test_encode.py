@@ -13,11 +13,11 @@ from PIL import Image
 from bootstrap.bases import FLUX_TINY
 from bootstrap.cache import Cache, ShardWriter, text_key, wanted_latents, wanted_texts, with_keys
 from bootstrap.dataset import scan
-from bootstrap.plan import Plan
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
 from bootstrap.weights import Weights
 from jobs.schema import Job
+from tests.runs import PLAN
 from trainer import encode
 from trainer.encode import TextEncoders, encode_part, encode_pixels, fit, load_vae, main
 
@@ -41,31 +41,6 @@ def weights_of(folder: Path) -> Weights:
         revision="test",
         digest="test",
     )
-
-
-PLAN = Plan(
-    device="cpu",
-    gpus=(),
-    processes=1,
-    split=(4,),
-    images_per_pass=4,
-    passes=1,
-    sharding="none",
-    reshard_after_forward=False,
-    checkpointing=False,
-    compile=False,
-    optimizer_in_backward=False,
-    optimizer_states="device",
-    threads=1,
-    workers=1,
-    steps=1,
-    steps_per_epoch=1,
-    memory_per_gpu=0,
-    state_bytes=0,
-    disk_bytes=0,
-    choices=(),
-    warnings=(),
-)
 
 
 @pytest.fixture(scope="module")
