@@ -50,6 +50,8 @@ class Item:
     width: int  # of the upright picture, pixels
     height: int
     bucket: tuple[int, int]  # width, height it is trained at, pixels
+    mask: str = ""  # "alpha", the path of its mask file (as ``path``), or "" for none
+    mask_digest: str = ""  # sha256 of the mask file's bytes
     latent_key: str = ""  # keys into the cache, see bootstrap.cache.with_keys
     text_key: str = ""
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, PngImagePlugin
+from numpy.typing import NDArray
+from PIL import Image, ImageChops, ImageCms, ImageOps, PngImagePlugin
+
+from bootstrap.buckets import Box, Size
 
 # Pillow refuses from 179 megapixels and warns from 89; scans and panoramas are larger. Ours is one limit, checked
 # before any pixel is decoded: 250 megapixels take 750 MB as RGB.
@@ -42,6 +45,23 @@ class ImageError(Exception):
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A file's pixels: upright, 8 bits, sRGB."""
+
+    image: Image.Image  # RGB; what is transparent lies on BACKGROUND
+    alpha: Image.Image | None  # L, 0 transparent .. 255 opaque; None where every pixel is opaque
+    notes: tuple[str, ...]  # what had to be interpreted
+
+
+@dataclass(frozen=True)
+class View:
+    """What training sees of a picture in a bucket."""
+
+    pixels: NDArray[np.uint8]  # [height, width, 3]
+    mask: NDArray[np.uint8] | None  # [height, width], 0 not learned .. 255 learned wholly; None without a mask
+
+
+@dataclass(frozen=True)
 class ImageFacts:
     """What the scan keeps of a picture it has fully decoded."""
 
@@ -49,6 +69,7 @@ class ImageFacts:
     width: int  # upright, pixels
     height: int
     notes: tuple[str, ...]
+    transparent: bool = False  # somewhere: what a mask from alpha can be made of
 
 
 def image_format(head: bytes) -> str | None:
@@ -91,15 +112,28 @@ def inspect(path: Path) -> ImageFacts | None:
         raise ImageError(f"cannot be read ({error.strerror})") from error
     if ending in RAW_ENDINGS:
         raise ImageError("a camera raw file: develop it to JPEG or PNG")
-    image, notes = decode(data)
-    return ImageFacts(hashlib.sha256(data).hexdigest(), image.width, image.height, notes)
+    picture = decode(data)
+    width, height = picture.image.size
+    return ImageFacts(hashlib.sha256(data).hexdigest(), width, height, picture.notes, picture.alpha is not None)
 
 
-def decode(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
-    """The picture in ``data``, upright, 8-bit RGB in sRGB, and notes on what was interpreted.
+def view(picture: Picture, bucket: Size, box: Box, mask: Image.Image | None = None) -> View:
+    """The part ``box`` of the picture at the size of the bucket, and the same part of ``mask``, each in one step.
 
-    Raises ImageError.
+    ``mask`` is L and may be of another size than the picture, in the same proportions (``masks.read_mask`` holds it to
+    that); a picture's own ``alpha`` is one.
     """
+    pixels = picture.image.resize(bucket, Image.Resampling.LANCZOS, box=box)
+    if mask is None:
+        return View(np.array(pixels), None)
+    across, down = mask.width / picture.image.width, mask.height / picture.image.height
+    same = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+    # Areas are averaged: Lanczos would overshoot, and a pixel outside the mask would count a little.
+    return View(np.array(pixels), np.array(mask.resize(bucket, Image.Resampling.BOX, box=same)))
+
+
+def decode(data: bytes) -> Picture:
+    """The picture in ``data``. Raises ImageError."""
     form = image_format(data[:16])
     if form is None:
         raise ImageError(_what_instead(data))
@@ -116,12 +150,23 @@ def decode(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
             if getattr(image, "is_animated", False) and image.format not in ("MPO", "TIFF", "PSD"):
                 notes.append("animated: the first frame is used")
             image.load()
-            rgb = _to_rgb(ImageOps.exif_transpose(image), notes)
+            upright = ImageOps.exif_transpose(image)
+            alpha = _alpha(upright)
+            rgb = _to_rgb(upright, alpha, notes)
     except ImageError:
         raise
     except Exception as error:  # decoders raise whatever their library does: OSError, SyntaxError, struct.error, ...
         raise ImageError(f"damaged {form} file ({error})") from error
-    return rgb, tuple(notes)
+    return Picture(rgb, alpha, tuple(notes))
+
+
+def luminance(picture: Picture) -> Image.Image:
+    """The picture as grey on black (L), as masks are read: transparent is black there, whatever lies below it."""
+    grey = picture.image.convert("L")
+    if picture.alpha is None:
+        return grey
+    # It was put on white, which adds 255 - alpha.
+    return ImageChops.subtract(grey, ImageOps.invert(picture.alpha))
 
 
 def _what_instead(data: bytes) -> str:
@@ -143,22 +188,27 @@ def _enable_heif() -> None:
     pillow_heif.register_heif_opener()
 
 
-def _to_rgb(image: Image.Image, notes: list[str]) -> Image.Image:
+def _alpha(image: Image.Image) -> Image.Image | None:
+    if image.mode in _DEEP_GREY or not image.has_transparency_data:
+        return None
+    alpha = image.convert("RGBA").getchannel("A")
+    return None if alpha.getextrema() == (255, 255) else alpha
+
+
+def _to_rgb(image: Image.Image, alpha: Image.Image | None, notes: list[str]) -> Image.Image:
     """RGB in sRGB from any mode Pillow decodes to: depth first, then colour space, then transparency."""
     profile = image.info.get("icc_profile")
     if image.mode in _DEEP_GREY:
         return _deep_grey(image, notes).convert("RGB")
     if image.has_transparency_data:
-        full = image.convert("RGBA")
-        alpha = full.getchannel("A")
-        colour = _to_srgb(full.convert("RGB"), profile, notes)
-        if alpha.getextrema() == (255, 255):
-            return colour
-        notes.append("transparent: put on white")
-        return Image.composite(colour, Image.new("RGB", colour.size, BACKGROUND), alpha)
-    if image.mode == "P":
+        image = image.convert("RGBA").convert("RGB")
+    elif image.mode == "P":
         image = image.convert("RGB")
-    return _to_srgb(image, profile, notes)
+    colour = _to_srgb(image, profile, notes)
+    if alpha is None:
+        return colour
+    notes.append("transparent: put on white")
+    return Image.composite(colour, Image.new("RGB", colour.size, BACKGROUND), alpha)
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None, notes: list[str]) -> Image.Image:

@@ -136,7 +136,7 @@ def read_pixels(item: Item, volume: Volume) -> torch.Tensor:
         data = volume.resolve(item.path).read_bytes()
         if hashlib.sha256(data).hexdigest() != item.digest:
             raise ImageError("has changed since this run began to prepare")
-        return fit(decode(data)[0], item.bucket)
+        return fit(decode(data).image, item.bucket)
     except (OSError, ImageError) as error:
         raise JobError(
             [Problem(f"{item.path}: {error}", "Start the job again once the pictures are in place")]

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
-from bootstrap.images import MAX_PIXELS, ImageError, decode, image_format, inspect
+from bootstrap.images import MAX_PIXELS, ImageError, image_format, inspect
+from bootstrap.images import decode as decode_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+def decode(data: bytes) -> tuple[Image.Image, tuple[str, ...]]:
+    picture = decode_picture(data)
+    return picture.image, picture.notes
 
 
 def saved(image: Image.Image, form: str, **options: object) -> bytes:
