@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from bootstrap.archives import ArchiveError, is_zip
 from bootstrap.buckets import bucket_of, cropped_away
 from bootstrap.captions import Sidecars, decode_text, looks_like_choices, shown, with_trigger
 from bootstrap.folders import Folder, named_repeats, walk
@@ -111,10 +112,14 @@ class _Entry:
 
     def read(self) -> None:
         root = self.volume.resolve(self.entry.path)
-        if not root.is_dir():
+        if not root.is_dir() and not is_zip(root):
             self.problems.append(_missing(self.entry.path, root, self.volume, f"{self.key}.path"))
             return
-        tree = walk(root)
+        try:
+            tree = walk(root)
+        except ArchiveError as error:
+            self.problems.append(Problem(f"{self.entry.path}: {error}", key=f"{self.key}.path"))
+            return
         self.notes += tree.notes
         if tree.ignored:
             self.notes.append(f"{tree.ignored} hidden or system files ignored")
@@ -177,7 +182,7 @@ class _Entry:
 
     def _caption_text(self, folder: Folder, sidecar: str) -> str:
         try:
-            text, note = decode_text((folder.path / sidecar).read_bytes())
+            text, note = decode_text(folder.read(sidecar))
         except OSError as error:
             self.problems.append(Problem(f"{_below(folder, sidecar)}: cannot be read ({error.strerror})", key=self.key))
             return ""
@@ -291,7 +296,9 @@ def _missing(written: str, path: Path, volume: Volume, key: str) -> Problem:
     """A path that is no folder: what was tried, what is there, and what may have been meant."""
     if path.exists():
         return Problem(
-            f"{written!r} is a file, not a folder", "Unpack it, or give the folder that holds the images", key
+            f"{written!r} is a file, and neither a folder nor a zip",
+            "Give the folder or zip that holds the images",
+            key,
         )
     meant = [Path("/") / written, volume.root / written.replace("\\", "/"), volume.datasets / Path(written).name]
     there = next(parent for parent in path.parents if parent.is_dir())

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageCms, ImageOps, PngImagePlugin
 
+from bootstrap.archives import read_file
 from bootstrap.buckets import Box, Size
 
 # Pillow refuses from 179 megapixels and warns from 89; scans and panoramas are larger. Ours is one limit, checked
@@ -101,13 +102,11 @@ def inspect(path: Path) -> ImageFacts | None:
 
     Raises ImageError for a damaged, disguised, oversized or unreadable picture.
     """
+    ending = path.suffix.lower()
     try:
-        with path.open("rb") as file:
-            head = file.read(16)
-            ending = path.suffix.lower()
-            if image_format(head) is None and ending not in IMAGE_ENDINGS | RAW_ENDINGS:
-                return None
-            data = head + file.read()
+        if ending not in IMAGE_ENDINGS | RAW_ENDINGS and image_format(read_file(path, 16)) is None:
+            return None
+        data = read_file(path)
     except OSError as error:
         raise ImageError(f"cannot be read ({error.strerror})") from error
     if ending in RAW_ENDINGS:

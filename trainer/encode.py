@@ -27,6 +27,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import AutoConfig, CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
+from bootstrap.archives import read_file
 from bootstrap.buckets import Size, crop_box
 from bootstrap.cache import Cache, ShardWriter, Text, wanted_latents, wanted_texts
 from bootstrap.captions import shown
@@ -133,7 +134,7 @@ def fit(image: Image.Image, bucket: Size) -> torch.Tensor:
 def read_pixels(item: Item, volume: Volume) -> torch.Tensor:
     """The item's picture as it is trained on. Raises JobError where it is not what the scan has seen."""
     try:
-        data = volume.resolve(item.path).read_bytes()
+        data = read_file(volume.resolve(item.path))
         if hashlib.sha256(data).hexdigest() != item.digest:
             raise ImageError("has changed since this run began to prepare")
         return fit(decode(data).image, item.bucket)

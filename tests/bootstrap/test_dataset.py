@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +136,28 @@ def test_a_path_without_its_first_slash(volume: Volume, folder: Path) -> None:
 
 
 def test_a_file_is_not_a_folder(volume: Volume) -> None:
-    (volume.datasets / "d.zip").write_bytes(b"PK")
+    (volume.datasets / "d.tar").write_bytes(b"tar")
+    (found,) = problems(job({"path": "datasets/d.tar"}), volume)
+    assert "is a file, and neither a folder nor a zip" in found
+
+
+def test_a_zip_is_a_dataset_as_its_folder_is(volume: Volume, folder: Path) -> None:
+    picture(folder / "set" / "3_cat" / "a.jpg", (128, 96))
+    picture(folder / "set" / "b.png", caption="a written one")
+    with zipfile.ZipFile(volume.datasets / "d.zip", "w") as archive:
+        for file in sorted(folder.rglob("*.*")):
+            archive.write(file, file.relative_to(folder))
+        archive.writestr("__MACOSX/set/._b.png", b"\0\5\x16\7")
+    plain, packed = scan(job(), volume), scan(job({"path": "datasets/d.zip"}), volume)
+    assert [replace(item, path=item.path.replace("d.zip", "d")) for item in packed.items] == list(plain.items)
+    assert any("1 hidden or system files ignored" in note for note in packed.notes)
+
+
+def test_a_zip_that_must_not_be_used(volume: Volume) -> None:
+    with zipfile.ZipFile(volume.datasets / "d.zip", "w") as archive:
+        archive.writestr("../evil.jpg", b"x")
     (found,) = problems(job({"path": "datasets/d.zip"}), volume)
-    assert "is a file" in found
+    assert "datasets/d.zip: '../evil.jpg' leads out of the archive" in found
 
 
 def test_captions_with_a_foreign_ending_stop_the_job(volume: Volume, folder: Path) -> None:
