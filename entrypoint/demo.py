@@ -65,7 +65,7 @@ def summary(run: RunFolder) -> list[str]:
     }
     lines += [f"  {kind}: {path.relative_to(run.root)}" for kind, paths in kinds.items() for path in paths]
     steps = _read_metrics(run.metrics)
-    losses = [step["loss"] for step in steps if "loss" in step]
+    losses = [step["loss"] for step in steps if step.get("loss") is not None]
     if losses:
         lines.append(f"loss: first {losses[0]:.4f}, last {losses[-1]:.4f}, over {len(losses)} steps")
     speeds = [step["images_per_s"] for step in steps if step.get("images_per_s")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -76,7 +77,8 @@ class TrainingProgress:
             self.bar.close()
 
     def _show(self, before: int) -> None:
-        loss, speed = self.last.get("loss", 0.0), self.last.get("images_per_s", 0.0)
+        loss, speed = self.last.get("loss"), self.last.get("images_per_s", 0.0)
+        loss = math.nan if loss is None else loss  # of a step that was skipped
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:.1f} images/s", refresh=False)
             self.bar.update(self.step - before)

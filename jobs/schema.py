@@ -450,6 +450,13 @@ class Job(Section):
         ge=0,
         le=1,
     )
+    non_finite_steps: Count = key(
+        3,
+        doc="The run stops after this many steps in a row whose loss or gradient is no number (NaN, infinity). Such a "
+        "step leaves the weights as they are, and no state is saved after it.",
+        why="One may be an accident; three mean that something is wrong, and the newest state is good.",
+        ge=1,
+    )
     seed: Count = key(
         42,
         doc="Seed of everything drawn by chance: order, noise, noise level. The same on any number of GPUs.",

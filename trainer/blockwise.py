@@ -61,7 +61,7 @@ class Blockwise(Optimizer):
     @torch.no_grad()
     def update(self, tensor: Trained) -> None:
         gradient = tensor.take_gradient()
-        if gradient is None or gradient.numel() == 0:
+        if gradient is None or gradient.numel() == 0 or not self.admit(gradient):
             return
         stepped = tensor.weight.float()  # a copy where bf16, the weight itself where float32
         kept = self.states[tensor.name]

@@ -29,6 +29,9 @@ BLOCKWISE: dict[str, dict[str, Any]] = {
     "PagedLion8bit": {"kernel": "lion", "bits": 8},
 }
 CLASSES = {"AdamW": "torch.optim.AdamW", "Adafactor": "torch.optim.Adafactor", "Prodigy": "prodigyopt.Prodigy"}
+# One kernel, which leaves all as it is where the host cannot know yet that it must. Not on the CPU, whose fused kernel
+# rounds otherwise at the end of a tensor, so that rows would not be the whole to the bit.
+FUSED = ("AdamW",)
 ELEMENTWISE = ("AdamW",)  # among CLASSES: a row's update needs nothing of the others
 
 
@@ -40,6 +43,8 @@ def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: Worl
     arguments = dict(job.optimizer_args)
     if "weight_decay" in inspect.signature(kind).parameters:
         arguments = {"weight_decay": job.weight_decay} | arguments
+    if job.optimizer in FUSED and tensors[0].weight.device.type == "cuda":
+        arguments = {"fused": True} | arguments
     make = partial(_make, kind, job, arguments)
     float32 = all(tensor.weight.dtype == torch.float32 for tensor in tensors)
     together = needs_whole_model(job.optimizer) or (float32 and not plan.optimizer_in_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -15,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from bootstrap.volume import RunFolder, write_atomically
 from trainer.world import World
+
+log = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -30,6 +33,7 @@ class StepRecord:
     grad_norm: torch.Tensor | None
     learning_rate: float
     images: int
+    skipped: torch.Tensor  # tensors whose gradient was no number, over all processes; a scalar, still on its device
     seconds: float = 0.0  # since the step before; set by Metrics
 
 
@@ -40,7 +44,10 @@ class Metrics:
     cut off first: every step stands exactly once.
     """
 
-    def __init__(self, folder: RunFolder, start: int, world: World):
+    def __init__(self, folder: RunFolder, start: int, world: World, most_in_a_row: int):
+        self.most_in_a_row = most_in_a_row
+        self.in_a_row = 0  # steps up to the last one read whose loss or gradient was no number
+        self.wrong = ""  # what was no number in the last one read, in words
         self.waiting: StepRecord | None = None
         self.last_time = time.monotonic()
         self.writes = world.leads
@@ -51,7 +58,8 @@ class Metrics:
         self.on_gpu = world.device.type == "cuda"
 
     def record(self, record: StepRecord) -> None:
-        """Takes a step's figures and writes down those of the step before. Raises NonFiniteLossError for that one."""
+        """Takes a step's figures and writes down those of the step before. Raises NonFiniteLossError where that one
+        is one too many in a row whose loss or gradient was no number."""
         waiting, self.waiting = self.waiting, None
         if waiting:
             self._write(waiting)
@@ -75,32 +83,47 @@ class Metrics:
     def _write(self, record: StepRecord) -> None:
         loss = record.loss.item()  # waits for the step to end, when the next is already queued
         norm = None if record.grad_norm is None else record.grad_norm.item()
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(f"the loss of step {record.step} is {loss}")
-        if norm is not None and not math.isfinite(norm):
-            raise NonFiniteLossError(f"the length of the gradient of step {record.step} is {norm}")
+        self.wrong = wrong = what_is_wrong(record.step, loss, norm, int(record.skipped.item()))
+        self.in_a_row = self.in_a_row + 1 if wrong else 0
+        if wrong and self.writes:
+            log.warning("%s: nothing was learned from it (%d in a row)", wrong, self.in_a_row)
+        if self.in_a_row >= self.most_in_a_row:
+            raise NonFiniteLossError(f"{wrong}{f', {self.in_a_row} steps in a row' if self.in_a_row > 1 else ''}")
         if not self.writes:
             return
         line: dict[str, Any] = {
             "step": record.step,
-            "loss": loss,
+            "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
             "lr": record.learning_rate,
             "images_per_s": round(record.images / max(1e-9, record.seconds), 4),
         }
         if norm is not None:
-            line["grad_norm"] = norm
+            line["grad_norm"] = norm if math.isfinite(norm) else None
+        if wrong:
+            line["skipped"] = wrong
         if self.on_gpu:
             line["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         for name, value in line.items():
-            if name != "step":
+            if name != "step" and isinstance(value, (int, float)):
                 self.board.add_scalar(f"train/{name}", value, record.step)
 
     def close(self) -> None:
         if self.writes:
             self.file.close()
             self.board.close()
+
+
+def what_is_wrong(step: int, loss: float, norm: float | None, skipped: int) -> str:
+    """In words, for a step whose loss or gradient is no number; else ""."""
+    if not math.isfinite(loss):
+        return f"the loss of step {step} is {loss}"
+    if norm is not None and not math.isfinite(norm):
+        return f"the length of the gradient of step {step} is {norm}"
+    if skipped:
+        return f"the gradients of {skipped} tensors of step {step} are no numbers"
+    return ""
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -50,9 +50,24 @@ class Optimizer(ABC):
         self.seed = seed
         self.step_index = 0  # of the optimizer update under way, from 0
         self.learning_rate = 0.0
+        self.go = torch.ones(())
+        self.skipped = torch.zeros((), dtype=torch.int32)
 
-    def begin_step(self, step: int, learning_rate: float) -> None:
-        self.step_index, self.learning_rate = step, learning_rate
+    def begin_step(self, step: int, learning_rate: float, go: torch.Tensor) -> None:
+        """Called before the step's last backward.
+
+        ``go``: a float32 scalar on the device, the same on every process: 1, or 0 where the step's loss is no number,
+        which leaves weights and states as they are. ``skipped`` counts, on the device, this process's tensors whose
+        gradient is no number in this step: they are left as they are too.
+        """
+        self.step_index, self.learning_rate, self.go = step, learning_rate, go
+        self.skipped = torch.zeros((), dtype=torch.int32, device=go.device)  # a new one: the last is read a step late
+
+    def admit(self, gradient: torch.Tensor) -> torch.Tensor:
+        """1 where an update may use this gradient, else 0, counting it: a float32 scalar; nothing waits for it."""
+        finite = torch.isfinite(gradient.sum())  # one pass over it, and no mask of its size; NaN and infinity stay
+        self.skipped += ~finite
+        return self.go * finite
 
     @abstractmethod
     def update(self, tensor: Trained) -> None:

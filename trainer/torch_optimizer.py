@@ -51,12 +51,14 @@ class TorchOptimizer(Optimizer):
             return
         weight = tensor.weight.float()
         if tensor.name not in self.owners:
-            self._step(self._by_name[tensor.name], {tensor.name: (weight, gradient)})
+            if gradient.numel():
+                self._step(self._by_name[tensor.name], {tensor.name: (weight, gradient)}, self.admit(gradient))
             self.put_back(tensor, weight)
             return
         whole, whole_gradient = self._gather(tensor, weight), self._gather(tensor, gradient)
         if whole is not None and whole_gradient is not None:
-            self._step(self._by_name[tensor.name], {tensor.name: (whole, whole_gradient)})
+            go = self.admit(whole_gradient)
+            self._step(self._by_name[tensor.name], {tensor.name: (whole, whole_gradient)}, go)
         self.put_back(tensor, self._scatter(tensor, whole, weight))
 
     @torch.no_grad()
@@ -70,12 +72,23 @@ class TorchOptimizer(Optimizer):
             gradient = tensor.take_gradient()
             if gradient is not None:
                 filled[tensor.name] = (tensor.weight.float(), gradient)
-        self._step(optimizer, filled)
+        go = torch.stack([self.admit(gradient) for _, gradient in filled.values()]).amin()
+        self._step(optimizer, filled, go)  # all or none: what sees the whole model is spoiled by any part
         for tensor in tensors:
             if tensor.name in filled:
                 self.put_back(tensor, filled[tensor.name][0])
 
-    def _step(self, optimizer: torch.optim.Optimizer, filled: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        filled: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        go: torch.Tensor,
+    ) -> None:
+        """Steps where ``go`` is 1. Torch's fused kernels look at it on the device; for any other the host waits."""
+        if optimizer.defaults.get("fused"):
+            optimizer.found_inf = 1 - go  # type: ignore[attr-defined]  # torch.amp.GradScaler's way to tell them
+        elif not go:
+            return
         for name, (weight, gradient) in filled.items():
             self.stand_ins[name].data, self.stand_ins[name].grad = weight, gradient
         for group in optimizer.param_groups:

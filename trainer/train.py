@@ -53,7 +53,7 @@ def train(t: Training) -> Outcome:
         t.metrics.restart_clock()
     for done in t.steps():
         stop = t.world.any(t.world.stop_requested)
-        if done == t.last or (stop and t.save_fits(clocks.SAVE)) or (not stop and done % t.run.job.save.every == 0):
+        if done == t.last or (stop and t.save_fits(clocks.SAVE)) or (not stop and t.save_due(done)):
             t.save(done)
         if stop and done < t.last:
             return t.stopped(done)
@@ -79,6 +79,7 @@ class Training:
     sampler: Sampler
     start: int  # updates done before this process began
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
+    postponed: bool = field(default=False, init=False)  # a save was due after a step that was no number
 
     @property
     def last(self) -> int:
@@ -110,7 +111,8 @@ class Training:
             load_optimizer(state, optimizer)
         start = state.step if state else 0
         schedule = make_schedule(job, plan.steps)
-        metrics, sampler = Metrics(run.folder, start, world), Sampler(run, model, world)
+        metrics = Metrics(run.folder, start, world, job.non_finite_steps)
+        sampler = Sampler(run, model, world)
         training = cls(run, world, state, data, model, tensors, optimizer, schedule, metrics, sampler, start)
         if plan.optimizer_in_backward:
             training.step_in_backward()
@@ -137,21 +139,24 @@ class Training:
         job, world = self.run.job, self.world
         # A step of fewer images moves the weights less, so that every image counts the same.
         learning_rate = job.learning_rate * self.schedule(step) * data.images / job.images_per_step
-        self.optimizer.begin_step(step, learning_rate)
         total = torch.zeros((), device=world.device)
         for number, batch in enumerate(data.batches, start=1):
             self.last_pass = number == len(data.batches)
             batch = batch.to(world.device)
             prediction = predict(self.model, batch, job.guidance, job.t5_mask)
             loss = loss_sum(prediction, batch.target, batch.weights) / data.images
-            loss.backward()
             total += loss.detach()
-        dist.all_reduce(total)
+            if self.last_pass:  # whose backward may update: every process must know by then whether to
+                dist.all_reduce(total)
+                self.optimizer.begin_step(step, learning_rate, torch.isfinite(total).float())
+            loss.backward()
         if not self.tensors[0].sharded and world.size > 1:
             sum_gradients(self.tensors)
         norm = clip_gradients(self.tensors, job.max_grad_norm) if job.max_grad_norm else None
         self.optimizer.finish_step()
-        return StepRecord(step + 1, total, norm, learning_rate, data.images)
+        skipped = self.optimizer.skipped
+        dist.all_reduce(skipped)
+        return StepRecord(step + 1, total, norm, learning_rate, data.images, skipped)
 
     def save_fits(self, seconds: float) -> bool:
         """Whether a save takes less than that, by the last one's measure; an unmeasured one is taken to be too long
@@ -161,12 +166,22 @@ class Training:
             return self.world.from_lead(self.state.manifest.seconds < seconds)
         return self.run.plan.state_bytes < seconds * 100e6
 
+    def save_due(self, step: int) -> bool:
+        return self.postponed or step % self.run.job.save.every == 0
+
     def save(self, step: int) -> None:
         """Publishes a state. A disk that does not take it is told; only the last save of a run must succeed.
 
-        Raises NonFiniteError, and NonFiniteLossError for a step before it: what is not a number is no state.
+        After a step that was no number nothing is published: the next good step is saved instead. Raises NonFiniteError
+        for a weight that is no number, and NonFiniteLossError where there is no next step.
         """
         self.metrics.flush()
+        self.postponed = bool(self.metrics.wrong)
+        if self.postponed and step == self.last:
+            raise NonFiniteLossError(f"{self.metrics.wrong}, the last of the run")
+        if self.postponed:
+            log.warning("step %d is not saved: %s. The next good step is.", step, self.metrics.wrong)
+            return
         begun = time.monotonic()
         try:
             job = self.run.job
@@ -229,7 +244,8 @@ def clip_gradients(tensors: list[Trained], most: float) -> torch.Tensor:
     if tensors[0].sharded:
         dist.all_reduce(squares)
     norm = squares.sqrt()
-    torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+    # An infinite length would make the finite gradients 0, and those be used; NaN keeps all of them from being used.
+    torch._foreach_mul_(gradients, torch.where(norm.isfinite(), most / (norm + 1e-6), torch.nan).clamp(max=1.0))
     return norm
 
 

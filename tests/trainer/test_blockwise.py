@@ -49,7 +49,7 @@ def make(tensors: list[Trained], name: str, **keys: Any) -> Blockwise:
 
 def train(optimizer: Blockwise, first: int = 0, last: int = STEPS) -> None:
     for step in range(first, last):
-        optimizer.begin_step(step, rate(step))
+        optimizer.begin_step(step, rate(step), torch.ones(()))
         for tensor in optimizer.tensors:
             rows = slice(tensor.first_row, tensor.first_row + tensor.weight.shape[0])
             tensor.parameter.grad = gradient(tensor.name, step)[rows].to(tensor.weight.dtype)
@@ -115,7 +115,7 @@ def test_every_step_is_the_one_of_bitsandbytes_class(name: str) -> None:
 def train_one(optimizer: Blockwise, name: str) -> None:
     (tensor,) = [t for t in optimizer.tensors if t.name == name]
     for step in range(STEPS):
-        optimizer.begin_step(step, rate(step))
+        optimizer.begin_step(step, rate(step), torch.ones(()))
         tensor.parameter.grad = gradient(name, step)
         optimizer.update(tensor)
 
@@ -191,7 +191,7 @@ def test_bf16_weights_move_by_less_than_they_can_show() -> None:
     tensors = make_trained({"x": torch.ones(64, 256, dtype=torch.bfloat16)})
     optimizer = make(tensors, "AdamW8bit", weight_decay=0)
     for step in range(20):
-        optimizer.begin_step(step, 1e-4)
+        optimizer.begin_step(step, 1e-4, torch.ones(()))
         tensors[0].parameter.grad = torch.ones(64, 256, dtype=torch.bfloat16)
         optimizer.finish_step()
     assert tensors[0].weight.float().mean().item() == pytest.approx(1 - 20 * 1e-4, abs=2e-4)
@@ -200,10 +200,27 @@ def test_bf16_weights_move_by_less_than_they_can_show() -> None:
 def test_a_tensor_without_a_gradient_stays() -> None:
     tensors = make_trained(start())
     optimizer = make(tensors, "AdamW8bit")
-    optimizer.begin_step(0, 1.0)
+    optimizer.begin_step(0, 1.0, torch.ones(()))
     optimizer.finish_step()
     assert equal(weights(optimizer), start())
     assert not any(piece.tensor.any() for piece in optimizer.pieces())
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW32bit", "Lion8bit"])
+def test_what_is_no_number_moves_nothing(name: str) -> None:
+    optimizer = make(make_trained(start()), name)
+    train(optimizer, 0, 2)
+    before, states = weights(optimizer), [piece.tensor.clone() for piece in optimizer.pieces()]
+    spoiled = optimizer.tensors[0]
+    for go in (0.0, 1.0):  # the loss is no number; one gradient is none
+        optimizer.begin_step(2, 1e-2, torch.tensor(go))
+        spoiled.parameter.grad = gradient(spoiled.name, 2).to(spoiled.weight.dtype)
+        if go:
+            spoiled.parameter.grad.view(-1)[5] = torch.nan
+        optimizer.finish_step()
+        assert equal(weights(optimizer), before)
+        assert all(torch.equal(a.tensor, b) for a, b in zip(optimizer.pieces(), states, strict=True))
+        assert optimizer.skipped.item() == go
 
 
 def test_a_gradient_is_used_up() -> None:

@@ -49,7 +49,7 @@ def set_up(flux_tiny: Path, tmp_path: Path, world: World) -> Callable[..., Setup
 
 def take_steps(tensors: list[Trained], optimizer: Optimizer, first: int, last: int) -> None:
     for step in range(first, last):
-        optimizer.begin_step(step, 1e-3)
+        optimizer.begin_step(step, 1e-3, torch.ones(()))
         for number, tensor in enumerate(tensors):
             generator = torch.Generator().manual_seed(1000 * step + number)
             tensor.parameter.grad = torch.randn(tensor.shape, generator=generator).to(tensor.weight.dtype)

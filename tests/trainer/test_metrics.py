@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def world(control: dist.ProcessGroup) -> World:
 
 
 def record(step: int, loss: float = 0.5, norm: float | None = None) -> StepRecord:
-    return StepRecord(step, torch.tensor(loss), None if norm is None else torch.tensor(norm), 1e-4, images=4)
+    return StepRecord(step, torch.tensor(loss), None if norm is None else torch.tensor(norm), 1e-4, 4, torch.tensor(0))
 
 
 def lines(folder: RunFolder) -> list[dict[str, float]]:
@@ -36,7 +37,7 @@ def lines(folder: RunFolder) -> list[dict[str, float]]:
 
 
 def test_a_step_is_written_when_the_next_is_under_way(folder: RunFolder, world: World) -> None:
-    metrics = Metrics(folder, 0, world)
+    metrics = Metrics(folder, 0, world, 1)
     metrics.record(record(1, 0.5, 2.0))
     assert lines(folder) == []
     metrics.record(record(2, 0.25, 1.0))
@@ -52,7 +53,7 @@ def test_a_step_is_written_when_the_next_is_under_way(folder: RunFolder, world: 
 def test_speed_counts_the_time_between_steps(folder: RunFolder, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 101.0, 103.0, 163.0, 165.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    metrics = Metrics(folder, 0, world)  # 100
+    metrics = Metrics(folder, 0, world, 1)  # 100
     metrics.record(record(1))  # 101: 4 images in a second
     metrics.record(record(2))  # 103: 4 in two
     metrics.restart_clock()  # 163: a minute of sampling
@@ -66,7 +67,7 @@ def test_speed_counts_the_time_between_steps(folder: RunFolder, world: World, mo
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_written(
     loss: float, folder: RunFolder, world: World
 ) -> None:
-    metrics = Metrics(folder, 0, world)
+    metrics = Metrics(folder, 0, world, 1)
     metrics.record(record(1))
     metrics.record(record(2, loss))
     with pytest.raises(NonFiniteLossError, match="the loss of step 2 is"):
@@ -76,7 +77,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_written(
 
 
 def test_a_flush_before_a_save_stops_it_too(folder: RunFolder, world: World) -> None:
-    metrics = Metrics(folder, 0, world)
+    metrics = Metrics(folder, 0, world, 1)
     metrics.record(record(1, math.nan))
     with pytest.raises(NonFiniteLossError):
         metrics.flush()
@@ -84,15 +85,32 @@ def test_a_flush_before_a_save_stops_it_too(folder: RunFolder, world: World) -> 
 
 
 def test_so_does_a_gradient(folder: RunFolder, world: World) -> None:
-    metrics = Metrics(folder, 0, world)
+    metrics = Metrics(folder, 0, world, 1)
     metrics.record(record(1, 0.5, math.inf))
     with pytest.raises(NonFiniteLossError, match="gradient of step 1 is inf"):
         metrics.flush()
     metrics.close()
 
 
+def test_a_few_in_a_row_are_told_and_skipped(folder: RunFolder, world: World) -> None:
+    metrics = Metrics(folder, 0, world, 3)
+    bad = (math.nan, math.nan, 0.5, math.inf, 0.5)
+    for step, loss in enumerate(bad, start=1):
+        metrics.record(record(step, loss))
+    metrics.record(replace(record(6), skipped=torch.tensor(7)))
+    metrics.flush()
+    assert metrics.wrong == "the gradients of 7 tensors of step 6 are no numbers"
+    assert [line["loss"] for line in lines(folder)] == [None, None, 0.5, None, 0.5, 0.5]
+    assert [line["step"] for line in lines(folder) if "skipped" in line] == [1, 2, 4, 6]
+    metrics.record(record(7, math.nan))
+    metrics.record(record(8, 0.5, math.nan))
+    with pytest.raises(NonFiniteLossError, match="the gradient of step 8 is nan, 3 steps in a row"):
+        metrics.flush()
+    metrics.close()
+
+
 def test_other_processes_read_and_do_not_write(folder: RunFolder, control: dist.ProcessGroup) -> None:
-    metrics = Metrics(folder, 0, make_world(control, rank=1, size=2))
+    metrics = Metrics(folder, 0, make_world(control, rank=1, size=2), 1)
     metrics.record(record(1))
     metrics.record(record(2, math.nan))
     with pytest.raises(NonFiniteLossError):
@@ -102,14 +120,14 @@ def test_other_processes_read_and_do_not_write(folder: RunFolder, control: dist.
 
 
 def test_going_on_from_a_state_cuts_what_lies_beyond_it(folder: RunFolder, world: World) -> None:
-    metrics = Metrics(folder, 0, world)
+    metrics = Metrics(folder, 0, world, 1)
     for step in range(1, 8):
         metrics.record(record(step, loss=step))
     metrics.flush()
     metrics.close()
     with folder.metrics.open("a") as file:
         file.write('{"step": 8, "lo')  # killed there
-    metrics = Metrics(folder, 5, world)
+    metrics = Metrics(folder, 5, world, 1)
     metrics.record(record(6, loss=60.0))
     metrics.flush()
     metrics.close()

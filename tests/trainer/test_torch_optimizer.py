@@ -55,11 +55,15 @@ def make(tensors: list[Trained], world: World, name: str, **keys: Any) -> TorchO
 
 def train(optimizer: TorchOptimizer, first: int = 0, last: int = STEPS) -> None:
     for step in range(first, last):
-        optimizer.begin_step(step, rate(step))
-        for tensor in optimizer.tensors:
-            rows = slice(tensor.first_row, tensor.first_row + tensor.weight.shape[0])
-            tensor.parameter.grad = gradient(tensor.name, step)[rows].to(tensor.weight.dtype)
+        optimizer.begin_step(step, rate(step), torch.ones(()))
+        fill_gradients(optimizer, step)
         optimizer.finish_step()
+
+
+def fill_gradients(optimizer: TorchOptimizer, step: int) -> None:
+    for tensor in optimizer.tensors:
+        rows = slice(tensor.first_row, tensor.first_row + tensor.weight.shape[0])
+        tensor.parameter.grad = gradient(tensor.name, step)[rows].to(tensor.weight.dtype)
 
 
 def weights(optimizer: TorchOptimizer) -> dict[str, torch.Tensor]:
@@ -175,12 +179,42 @@ def test_unknown_arguments_are_told(world: World) -> None:
 def test_a_tensor_without_a_gradient_stays(world: World) -> None:
     for name in ("AdamW", "Prodigy"):
         optimizer = make(make_trained(start()), world, name)
-        optimizer.begin_step(0, 1.0)
+        optimizer.begin_step(0, 1.0, torch.ones(()))
         optimizer.tensors[0].parameter.grad = gradient("a.weight", 0)
         optimizer.finish_step()
         changed = {name for name, weight in weights(optimizer).items() if not torch.equal(weight, start()[name])}
         assert changed == {"a.weight"}
         assert all(tensor.parameter.grad is None for tensor in optimizer.tensors)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "Prodigy", "Adafactor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_moves_nothing(name: str, dtype: torch.dtype, fused: bool, world: World) -> None:
+    if fused and name != "AdamW":
+        return
+    optimizer = make(make_trained(start(dtype)), world, name, optimizer_args={"fused": True} if fused else {})
+    train(optimizer, 0, 2)
+    before, kept = weights(optimizer), saved(optimizer)
+    states = {name: kept.read(name, 0, None).clone() for name in kept.shapes}
+    optimizer.begin_step(2, 1e-2, torch.zeros(()))  # a loss that is no number
+    fill_gradients(optimizer, 2)
+    optimizer.finish_step()
+    assert equal(weights(optimizer), before)
+    assert optimizer.skipped.item() == 0
+    optimizer.begin_step(2, 1e-2, torch.ones(()))
+    fill_gradients(optimizer, 2)
+    optimizer.tensors[0].parameter.grad.view(-1)[3] = torch.inf  # type: ignore[union-attr]
+    optimizer.finish_step()
+    now, after = weights(optimizer), saved(optimizer)
+    assert optimizer.skipped.item() == 1
+    first = optimizer.tensors[0].name
+    assert torch.equal(now[first], before[first])
+    for key, state in states.items():
+        if optimizer.together or key.startswith(first):
+            assert torch.equal(after.read(key, 0, None), state), key
+    moved = {key for key in now if not torch.equal(now[key], before[key])}
+    assert moved == (set() if optimizer.together else set(now) - {first})
 
 
 def test_between_steps_no_float32_copy_is_held(world: World) -> None:
@@ -249,7 +283,7 @@ def test_prodigys_estimate_goes_on(world: World) -> None:
     """One rate for the whole model; it grows from 1e-6 and would begin anew."""
     optimizer = make(make_trained(start()), world, "Prodigy")
     for step in range(STEPS):
-        optimizer.begin_step(step, 1.0)
+        optimizer.begin_step(step, 1.0, torch.ones(()))
         for tensor in optimizer.tensors:
             tensor.parameter.grad = tensor.weight.clone()  # downhill, always the same way
         optimizer.finish_step()

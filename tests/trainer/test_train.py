@@ -396,24 +396,29 @@ def test_another_number_of_processes_than_planned_is_refused(planned: int, start
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_loss_that_is_no_number_stops_the_run_at_its_step(
+def test_a_loss_that_is_no_number_moves_nothing_and_stops_the_run_when_it_comes_again(
     processes: int, volume: Volume, tmp_path: Path, flux_tiny: Path
 ) -> None:
-    """One picture's latent is NaN; every process reads the loss, so all stop."""
+    """P06. One picture's latent is NaN, on one process; all read the loss, so all pass over the step, and all stop."""
     own = fill_volume(tmp_path / "volume", flux_tiny)
     shutil.copytree(volume.cache, own.cache, dirs_exist_ok=True)
-    run = prepared(own, name="poisoned", steps=4, save={"every": 1}, plan={"processes": processes})
+    keys: dict[str, Any] = {"steps": 4, "save": {"every": 1, "states": 9, "weights": 9}}
+    run = prepared(own, name="poisoned", **keys, plan={"processes": processes})
     items = run.read_items()
-    spoil_latent(run.cache, items[steps_of(run)[3][0]].latent_key)
-    each = train(run)
+    spoil_latent(run.cache, items[steps_of(run)[2][0]].latent_key)
     first = next(number for number, step in enumerate(steps_of(run)) if spoiled(step, items, run.cache)) + 1
-    assert each.outcome.code == 1
-    assert each.outcome.reason.startswith(f"the loss of step {first} is nan; the newest state stands.")
-    assert each.values("step") == list(range(1, first))
-    newest = each.states[-1]
-    assert newest.step == first - 1
-    verify(newest)
-    assert bool(torch.isfinite(flat(read_tensors(newest.model))).all())
+    each = train(run)
+    assert each.outcome.code == 0, each.log
+    assert each.values("step") == [1, 2, 3, 4]
+    assert f"step {first} is not saved: the loss of step {first} is nan" in each.log
+    assert [state.step for state in each.states] == [step for step in range(1, 5) if step != first]
+    again = train(prepared(own, name="poisoned-once", **keys, non_finite_steps=1, plan={"processes": processes}))
+    assert again.outcome.code == 1
+    assert again.outcome.reason.startswith(f"the loss of step {first} is nan; the newest state stands.")
+    assert again.values("step") == list(range(1, first))
+    for result in (each, again):
+        verify(result.states[-1])
+        assert bool(torch.isfinite(flat(read_tensors(result.states[-1].model))).all())
 
 
 def steps_of(run: RunFile) -> list[tuple[int, ...]]:
