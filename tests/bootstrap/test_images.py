@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import io
 import struct
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, PngImagePlugin
 
-from bootstrap.images import MAX_PIXELS, ImageError, image_format, inspect
+from bootstrap import images
+from bootstrap.images import MAX_PIXELS, MOST_BYTES, ImageError, image_format, inspect
 from bootstrap.images import decode as decode_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -34,12 +37,6 @@ def corners() -> Image.Image:
     return image
 
 
-def quarters(image: Image.Image) -> list[tuple[int, ...]]:
-    w, h = image.size
-    places = ((w // 4, h // 4), (3 * w // 4, h // 4), (w // 4, 3 * h // 4), (3 * w // 4, 3 * h // 4))
-    return [image.getpixel(place) for place in places]
-
-
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
@@ -50,6 +47,7 @@ def quarters(image: Image.Image) -> list[tuple[int, ...]]:
         ("TIFF", "TIFF"),
         ("BMP", "BMP"),
         ("AVIF", "AVIF"),
+        ("JPEG2000", "JPEG2000"),
     ],
 )
 def test_each_kind_is_known_by_content_and_decoded(form: str, expected: str) -> None:
@@ -69,71 +67,6 @@ def test_heic_is_read() -> None:
     assert np.abs(np.asarray(image).mean((0, 1)) - (200, 60, 40)).max() < 6
 
 
-# What each orientation does to the corners (top left, top right, bottom left, bottom right), from the EXIF standard:
-# 1 as it is, 2 mirrored, 3 upside down, 4 flipped, 5 transposed, 6 turned right, 7 transverse, 8 turned left.
-TURNED = {
-    1: (RED, GREEN, BLUE, WHITE),
-    2: (GREEN, RED, WHITE, BLUE),
-    3: (WHITE, BLUE, GREEN, RED),
-    4: (BLUE, WHITE, RED, GREEN),
-    5: (RED, BLUE, GREEN, WHITE),
-    6: (BLUE, RED, WHITE, GREEN),
-    7: (WHITE, GREEN, BLUE, RED),
-    8: (GREEN, WHITE, RED, BLUE),
-}
-
-
-@pytest.mark.parametrize("orientation", TURNED)
-def test_exif_orientation_is_applied_once(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    image, _ = decode(saved(corners(), "PNG", exif=exif))
-    assert image.size == ((32, 16) if orientation < 5 else (16, 32))
-    assert tuple(quarters(image)) == TURNED[orientation]
-    assert image.getexif().get(0x0112, 1) == 1
-
-
-def test_transparent_pixels_become_white_not_what_they_hide() -> None:
-    clear = Image.new("RGBA", (8, 8), (255, 0, 255, 0))
-    image, notes = decode(saved(clear, "PNG"))
-    assert image.getpixel((0, 0)) == WHITE
-    assert notes == ("transparent: put on white",)
-    half, _ = decode(saved(Image.new("LA", (8, 8), (0, 128)), "PNG"))
-    assert half.getpixel((0, 0)) == (127, 127, 127)
-    opaque, notes = decode(saved(Image.new("RGBA", (8, 8), (9, 8, 7, 255)), "PNG"))
-    assert (opaque.getpixel((0, 0)), notes) == ((9, 8, 7), ())
-
-
-def test_palette_with_transparency() -> None:
-    image = Image.new("P", (8, 8), 1)
-    image.putpalette([255, 0, 255, 10, 20, 30])
-    image.paste(0, (0, 0, 4, 8))
-    decoded, notes = decode(saved(image, "PNG", transparency=0))
-    assert decoded.getpixel((0, 0)) == WHITE
-    assert decoded.getpixel((7, 0)) == (10, 20, 30)
-    assert notes
-
-
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
-    ramp = np.linspace(0, 65535, 256).astype(np.uint16)
-    image, _ = decode(saved(Image.fromarray(np.tile(ramp, (4, 1))), "PNG"))
-    levels = np.asarray(image)[0, :, 0]
-    assert levels.tolist() == list(range(256))
-
-
-def test_sixteen_bit_colour_png() -> None:
-    """Written by hand: Pillow writes none."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    row = b"\0" + struct.pack(">HHH", 51400, 15420, 10280) * 4
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 2, 16, 2, 0, 0, 0))
-    png += chunk(b"IDAT", zlib.compress(row * 2)) + chunk(b"IEND", b"")
-    image, _ = decode(png)
-    assert np.abs(np.array(image.getpixel((1, 1))) - (200, 60, 40)).max() <= 1
-
-
 @pytest.mark.parametrize(
     ("values", "note"), [((0.0, 1.0), "0..1"), ((0.0, 255.0), "0..255"), ((0.0, 4000.0), "0..4000")]
 )
@@ -148,29 +81,6 @@ def test_other_modes_become_rgb(mode: str) -> None:
     form = "JPEG" if mode == "YCbCr" else "TIFF"
     image, _ = decode(saved(Image.new(mode, (8, 8)), form))
     assert (image.mode, image.size) == ("RGB", (8, 8))
-
-
-def test_cmyk_without_profile_is_told() -> None:
-    """Full cyan ink: no red, all green and blue."""
-    image, notes = decode(saved(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=95))
-    assert np.abs(np.array(image.getpixel((8, 8))) - (0, 255, 255)).max() < 8
-    assert "CMYK" in notes[0]
-
-
-def test_a_wide_gamut_profile_is_followed() -> None:
-    """A profile whose red and green are swapped shows at once whether it is used. Made from sRGB's own bytes."""
-    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
-    for index in range(struct.unpack(">I", profile[128:132])[0]):
-        at = 132 + 12 * index
-        name = bytes(profile[at : at + 4])
-        if name in (b"rXYZ", b"gXYZ"):
-            profile[at : at + 4] = b"gXYZ" if name == b"rXYZ" else b"rXYZ"
-        if name == b"desc":
-            place = struct.unpack(">I", profile[at + 4 : at + 8])[0]
-            profile[place:] = bytes(profile[place:]).replace("sRGB".encode("utf-16-be"), "swap".encode("utf-16-be"))
-    image, notes = decode(saved(Image.new("RGB", (8, 8), (255, 0, 0)), "PNG", icc_profile=bytes(profile)))
-    assert notes == ()
-    assert np.abs(np.array(image.getpixel((0, 0))) - GREEN).max() < 8
 
 
 def test_a_broken_profile_is_told_and_passed_over() -> None:
@@ -220,6 +130,42 @@ def test_what_cannot_be_used_says_why(tmp_path: Path, data: bytes, words: str) -
     path.write_bytes(data)
     with pytest.raises(ImageError, match=words):
         inspect(path)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [((15, 400), "too small"), ((20, 401), "too long"), ((401, 20), "more than 20 times")]
+)
+def test_absurd_sizes(tmp_path: Path, size: tuple[int, int], words: str) -> None:
+    Image.new("RGB", size).save(tmp_path / "a.png")
+    with pytest.raises(ImageError, match=words):
+        inspect(tmp_path / "a.png")
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "a.jpg").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(ImageError, match=r"2\.0 GB"):
+        inspect(tmp_path / "a.jpg")
+
+
+def test_large_pictures_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootstrap.images.LARGE_PIXELS", 31 * 16)
+    at_work, most = 0, 0
+    real = images._turn_upright
+
+    def slowly(image: Image.Image, notes: list[str]) -> None:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.02)
+        real(image, notes)
+        at_work -= 1
+
+    monkeypatch.setattr(images, "_turn_upright", slowly)
+    data = saved(corners(), "PNG")
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(decode, [data] * 4))) == 4
+    assert most == 1
 
 
 def test_inspect(tmp_path: Path) -> None:
