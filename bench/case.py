@@ -26,6 +26,7 @@ from bootstrap.volume import Volume, write_json
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from trainer.model import build_model
+from trainer.self_check import choose_attention
 from trainer.train import Training, train
 from trainer.world import World, join_world
 
@@ -124,7 +125,9 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
     top = ceiling(world.device)
     torch.cuda.empty_cache()
     begun = time.monotonic()
+    attention = choose_attention(run, world, run.read_items())
     model = build_model(run.job, run.plan, run.weights.shape, world, random_weights)
+    attention.switch_on(model)
     training = Training.assemble(run, world, model, None)
     built = time.monotonic() - begun
     torch.cuda.reset_peak_memory_stats()
@@ -160,6 +163,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "losses_finite": all(loss == loss and abs(loss) != float("inf") for loss in losses),
         "first_loss": losses[0],
         "last_loss": losses[-1],
+        "attention": attention.name,
         "checkpointing": run.plan.checkpointing,
         "kohya_seconds": case.kohya,
     }

@@ -39,17 +39,9 @@ def main() -> int:
 
 
 def check_gradients() -> bool:
-    from bench.gradients import TOLERANCE, check
-
-    ok = True
-    for size in (512, 768, 1024):
-        right, error = check(size)
-        ok &= right
-        print(
-            f"gradients at {size} px: {'right' if right else 'WRONG'} (error {error:.1e}, allowed {TOLERANCE:.0e})",
-            flush=True,
-        )
-    return ok
+    """The self-check of every attention known here; whether the one that training takes is right."""
+    command = [sys.executable, "-m", "bench.gradients"]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def run_case(name: str, folder: Path, save: bool) -> tuple[dict[str, object] | None, str]:

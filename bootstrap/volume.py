@@ -38,6 +38,14 @@ class RunFolder:
         return self.root / "outcome.json"
 
     @property
+    def pod(self) -> Path:
+        return self.root / "pod.json"
+
+    @property
+    def attention(self) -> Path:
+        return self.root / "attention.json"
+
+    @property
     def lease(self) -> Path:
         return self.root / "lease.json"
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 
 from bootstrap import clocks
-from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
+from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome, PodError
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, read_state
 from jobs.problem import JobError
@@ -36,14 +36,11 @@ from trainer.model import build_model, fill, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
+from trainer.self_check import choose_attention
 from trainer.trained import Trained, local, trained_tensors
 from trainer.world import World, join_world
 
 log = logging.getLogger(__name__)
-
-# Attention by cuDNN, SDPA's own choice on Hopper, gives this model NaN gradients (measured on an H200 with torch 2.11;
-# its output gradient comes with other strides than its output); flash attention is right there. So cuDNN is off.
-torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def train(t: Training) -> Outcome:
@@ -94,7 +91,9 @@ class Training:
             places = sources(weights.shape, [state.model], "bfl")
         else:
             places = sources(weights.shape, weights.transformer, weights.layout)
+        attention = choose_attention(run, world, run.read_items())  # before the model takes the memory
         model = build_model(job, plan, weights.shape, world, lambda model: fill(model, places, world))
+        attention.switch_on(model)
         return cls.assemble(run, world, model, state)
 
     @classmethod
@@ -259,6 +258,8 @@ def failure(error: BaseException, step: int) -> Outcome:
     text = f"{error}"
     if isinstance(error, (JobError, AdapterError, OptimizerStateError, StateError)):
         return Outcome(JOB_WRONG, text, step)
+    if isinstance(error, PodError):
+        return Outcome(POD_WRONG, text, step)
     if isinstance(error, torch.cuda.OutOfMemoryError):
         ways = "lower plan.images_per_pass, set plan.checkpointing: true, or take a Paged optimizer"
         return Outcome(POD_WRONG, f"out of GPU memory: {ways}. ({text})", step)
