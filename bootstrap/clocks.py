@@ -10,4 +10,7 @@ from __future__ import annotations
 SUPERVISOR = 28.0  # stopwaitsecs of supervisord.conf; a test holds them equal
 POD_LOOP = 26.0
 RUN = 24.0
+NOTHING_NEW = (
+    8.0  # in place of RUN where a launch has finished no step: it may compile for minutes, and nothing is lost
+)
 SAVE = 18.0  # a state is saved on TERM only if the last one took less; the rest is for finishing the step

@@ -13,9 +13,10 @@ import re
 import signal
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bootstrap.drivers import torch_cuda
 from bootstrap.gpus import find_gpu
 
 MIB = 1 << 20
@@ -44,6 +45,7 @@ class Pod:
     shm: int  # bytes free in /dev/shm
     disk_free: int  # bytes free on the volume; a network volume shows its whole cluster here, not the quota
     notes: tuple[str, ...] = ()
+    cuda: str = ""  # version that the torch of this image is built with; "" without
 
 
 def read_pod(
@@ -63,7 +65,14 @@ def read_pod(
         shm=_free_bytes(root / "dev/shm"),
         disk_free=_free_bytes(volume),
         notes=notes,
+        cuda=torch_cuda(),
     )
+
+
+def share_of(pod: Pod, gpus: int, total: int) -> Pod:
+    """What a job may count on that has ``gpus`` of a pod's ``total`` while others run, or may start, on the rest."""
+    cpus = max(1, pod.cpus * gpus // total)
+    return replace(pod, cpus=cpus, memory=pod.memory * gpus // total, disk_free=pod.disk_free * gpus // total)
 
 
 # ---------------------------------------------------------------- GPUs

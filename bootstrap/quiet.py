@@ -47,24 +47,45 @@ def _files(root: Path) -> list[Path]:
 
 
 class QuietWatch:
-    """Remembers since when datasets have looked the same, on this machine's own clock."""
+    """Remembers since when datasets have looked the same, on this machine's own clock.
+
+    ``every``: seconds for which an earlier look is good enough; walking through a dataset on a network volume takes
+    seconds.
+    """
 
     def __init__(self, quiet: float = QUIET, clock: Callable[[], float] = time.monotonic):
         self.quiet, self.clock = quiet, clock
-        self.since: dict[tuple[Path, ...], tuple[str, float]] = {}
+        self.known: dict[tuple[Path, ...], _Known] = {}
 
-    def waiting_for(self, paths: Sequence[Path]) -> str:
+    def waiting_for(self, paths: Sequence[Path], every: float = 0.0) -> str:
         """Why the datasets cannot be used yet, for people; "" when they can."""
-        look, key = look_at(paths), tuple(paths)
-        last = self.since.get(key)
-        if last is None or last[0] != look.fingerprint:
-            self.since[key] = last = (look.fingerprint, self.clock())
-        if look.arriving:
-            return look.arriving
-        if self.clock() - last[1] < self.quiet:
+        known = self._look(paths, every)
+        if known.look.arriving:
+            return known.look.arriving
+        if self.clock() - known.since < self.quiet:
             return f"the data must be unchanged for {self.quiet:.0f} s"
         return ""
 
+    def differs(self, paths: Sequence[Path], fingerprint: str, every: float = 0.0) -> bool:
+        return self._look(paths, every).look.fingerprint != fingerprint
+
     def fingerprint(self, paths: Sequence[Path]) -> str:
-        last = self.since.get(tuple(paths))
-        return last[0] if last else ""
+        """As of the last look; "" before the first."""
+        known = self.known.get(tuple(paths))
+        return known.look.fingerprint if known else ""
+
+    def _look(self, paths: Sequence[Path], every: float) -> _Known:
+        key, last = tuple(paths), self.known.get(tuple(paths))
+        if last and every and self.clock() - last.looked < every:
+            return last
+        look, now = look_at(paths), self.clock()
+        same = last is not None and last.look.fingerprint == look.fingerprint
+        self.known[key] = known = _Known(look, last.since if last and same else now, now)
+        return known
+
+
+@dataclass(frozen=True)
+class _Known:
+    look: Look
+    since: float  # when it first looked like this
+    looked: float  # when it was looked at last

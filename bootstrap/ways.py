@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from bootstrap import estimate
+from bootstrap.drivers import branch, least_driver
 from bootstrap.estimate import GIB, USABLE, Arrangement, Work, in_gib
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GpuModel, find_gpu, has_bf16
@@ -20,7 +21,6 @@ from bootstrap.pod import Gpu, Pod
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
-OLDEST_DRIVER = 580  # CUDA 13, which the image is built for
 ACCUMULATION_COST = 1.05  # several passes must be this much faster than one: bf16 sums of gradients lose digits
 ANY_MEMORY = 1 << 60
 UNKNOWN_GPU = GpuModel("", "", 0, 100, 800, (8, 0))  # only to compare ways on a card that the table lacks
@@ -99,11 +99,13 @@ def usable_gpus(pod: Pod) -> tuple[Gpu, ...]:
             f"{names} has no bf16, the number format that FLUX is trained in: that came with compute capability 8.0. "
             "Choose an Ampere, Ada, Hopper or Blackwell card, such as A40, L40S, A100 or H100."
         )
-    old = {gpu.driver for gpu in usable if (number := re.match(r"\d+", gpu.driver)) and int(number[0]) < OLDEST_DRIVER}
+    least = least_driver(pod.cuda)
+    old = {gpu.driver for gpu in usable if least and (number := branch(gpu.driver)) and number < least}
     if old:
         raise PodError(
-            f"The driver of this host is {min(old)}; this image needs {OLDEST_DRIVER} or newer (CUDA 13). Deploy the "
-            "pod anew with the filter CUDA version 13.0 or newer: the driver is the host's and cannot be changed here."
+            f"The driver of this host is {min(old)}; this image's torch is built with CUDA {pod.cuda}, which needs "
+            f"{least} or newer. Deploy the pod anew with the filter CUDA version {pod.cuda} or newer: the driver is "
+            "the host's and cannot be changed here."
         )
     return usable
 

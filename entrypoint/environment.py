@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -156,6 +157,20 @@ def clean(text: str) -> str:
             text = text[1:-1]
         text = text.strip("\"'") if text.count('"') + text.count("'") == 1 else text
     return text
+
+
+def read_seconds(environ: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
+    """A variable's number of seconds; what is none, or too small to work with, is said and replaced."""
+    text = environ.get(name, "").strip()
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < least:
+        used = least if math.isfinite(seconds) else default
+        print(f"{name}={text} is not a number of seconds of at least {least:g}; {used:g} is used", flush=True)
+        return used
+    return seconds
 
 
 def is_secret(name: str) -> bool:

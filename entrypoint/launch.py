@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
 from entrypoint.environment import is_secret
 
-LAUNCHER_LIMIT = clocks.RUN
 LOOK_EVERY = 0.2  # seconds between two looks at a child
 
 
@@ -29,6 +29,7 @@ class StillRunning(RuntimeError):
 
 
 PARENT = "FLUXPOD_PARENT"  # the pod loop's pid, for the runs it starts
+SHARE = "FLUXPOD_SHARE"  # "1/4": how many of the pod's GPUs such a run has; others run beside it
 
 
 def end_with(parent: int) -> None:
@@ -39,12 +40,29 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Stopped(BaseException):
+    """Somebody asked to stop. Like KeyboardInterrupt no error: nothing that handles errors may swallow it."""
+
+
 @dataclass
 class Stop:
     """Whether somebody asked to stop. Handlers set it, loops look at it."""
 
     requested: bool = field(default=False)
     leaving: bool = field(default=False)
+    raising: bool = field(default=False)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, a request to stop raises Stopped wherever the program is, also in a wait, a lock, or gigabytes of
+        hashing. For work that may be left at any point."""
+        self.raising = True
+        try:
+            if self.requested:
+                raise Stopped
+            yield
+        finally:
+            self.raising = False
 
     def on_signals(self) -> None:
         """TERM and INT ask once; a second one leaves at once, as people expect of it, and a third without a word.
@@ -60,6 +78,9 @@ class Stop:
                 raise SystemExit(128 + number)
             else:
                 self.requested = True
+                if self.raising:
+                    self.raising = False
+                    raise Stopped
 
         signal.signal(signal.SIGTERM, asked)
         signal.signal(signal.SIGINT, asked)
@@ -117,11 +138,12 @@ def run_children(
     stop: Stop,
     look: Callable[[], None],
     environment: Mapping[str, str] = os.environ,
+    limit: Callable[[], float] = lambda: clocks.RUN,
 ) -> list[int]:
     """Runs the commands side by side, their output in the run's log; gives their exit statuses (negative: by signal).
 
     ``look`` is called several times a second. Once ``stop`` is requested every child gets TERM, and what is left of
-    them after LAUNCHER_LIMIT is killed; nothing of ours runs on afterwards.
+    them ``limit()`` seconds later is killed; nothing of ours runs on afterwards.
     """
     folder = run.folder
     record_process(folder.processes, "entrypoint")
@@ -140,17 +162,19 @@ def run_children(
                 )
                 children.append(child)
                 record_process(folder.processes, f"child-{number}", child.pid)
-            _wait(children, stop, look)
+            _wait(children, stop, look, limit)
         finally:
             _end(children, folder)
     return [child.returncode for child in children]
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], stop: Stop, look: Callable[[], None]) -> None:
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]], stop: Stop, look: Callable[[], None], limit: Callable[[], float]
+) -> None:
     deadline: float | None = None
     while any(child.poll() is None for child in children):
         if stop.requested and deadline is None:
-            deadline = time.monotonic() + LAUNCHER_LIMIT
+            deadline = time.monotonic() + limit()
             for child in children:
                 child.terminate()
         if deadline is not None and time.monotonic() > deadline:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from bootstrap.volume import Volume, read_json
 from bootstrap.volume_probe import disk_warning, find_mount
 from entrypoint.environment import PORTS, RUN
 from entrypoint.status import Status
+from entrypoint.when_done import read_banner
 
 NO_PASSWORD = "Set FLUXPOD_PASSWORD in the pod's environment and restart it: this page then shows its runs.\n"
 HEADERS = {
@@ -70,7 +71,7 @@ def make_page(volume: Volume, environ: Mapping[str, str], notes: Path = RUN / "n
         if not _knows(request, password):
             refused = {**HEADERS, "WWW-Authenticate": 'Basic realm="fluxpod", charset="UTF-8"'}
             return PlainTextResponse("A password is needed; any user name does.\n", 401, headers=refused)
-        runs, warnings = read_runs(volume), read_warnings(volume, notes)
+        runs, warnings = read_runs(volume), read_warnings(volume, environ, notes)
         return HTMLResponse(template.render(runs=runs, warnings=warnings, jobs=volume.jobs), headers=HEADERS)
 
     return Starlette(routes=[Route("/health", health), Route("/", page)])
@@ -103,22 +104,16 @@ def read_runs(volume: Volume) -> list[tuple[str, Status]]:
     return found
 
 
-def read_warnings(volume: Volume, notes: Path) -> list[str]:
+def read_warnings(volume: Volume, environ: Mapping[str, str], notes: Path) -> list[str]:
     """What a person should know first: still billing, nothing kept, an environment that is not as meant."""
     warnings = []
-    billing = _read(volume.root / ".fluxpod" / "still-billing.json")
-    if billing is not None:
-        warnings.append(f"STILL BILLING: {_text(billing)}")
+    with suppress(OSError):
+        if billing := read_banner(volume, environ):
+            warnings.append(f"STILL BILLING: {billing.message}")
     warnings.append(disk_warning(volume.root, find_mount(volume.root)))
     told = _read(notes)
     warnings += [str(note) for note in told] if isinstance(told, list) else []
     return [warning for warning in warnings if warning]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict) and isinstance(value.get("message"), str):
-        return str(value["message"])
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _read(path: Path) -> Any | None:
@@ -133,7 +128,15 @@ def main() -> int:
     volume = Volume(Path(os.environ.get("FLUXPOD_VOLUME") or "/workspace"))
     port = int(os.environ.get("FLUXPOD_PAGE_PORT") or PORTS["FLUXPOD_PAGE_PORT"])
     page = make_page(volume, os.environ)
-    uvicorn.run(page, host="0.0.0.0", port=port, log_level="warning", access_log=False, server_header=False)
+    uvicorn.run(
+        page,
+        host="0.0.0.0",
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+    )
     return 0
 
 

@@ -8,53 +8,41 @@ again (a job held for this pod's sake) is only here.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from bootstrap import clocks
-from bootstrap.outcome import ACCESS_REFUSED, CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
+from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Pod, read_pod
 from bootstrap.quiet import QuietWatch
 from bootstrap.state import list_states
 from bootstrap.volume import Volume
 from bootstrap.volume_probe import probe_volume
 from entrypoint.attempts import Attempts
-from entrypoint.dropped_job import DroppedJobError, drop_job
+from entrypoint.dropped_job import Delivery
+from entrypoint.end_of_work import EndOfWork
 from entrypoint.ended import already_done
-from entrypoint.launch import PARENT, Stop
-from entrypoint.lease import LeaseWatch
-from entrypoint.notify import Event, notify, notify_of, unset
-from entrypoint.status import Phase, Status, StatusFile
-from entrypoint.when_done import clear_banner, container_start, finish, max_hours_reached, read_max_hours, stop_pod
-from jobs import yaml12
-from jobs.load import LoadedJob, parse_job
-from jobs.problem import JobError
-from jobs.schema import Job, Notify
+from entrypoint.environment import read_seconds
+from entrypoint.job_files import JobFile, JobFolder
+from entrypoint.launch import PARENT, SHARE, Stop
+from entrypoint.lease import LeaseWatch, stale_seconds
+from entrypoint.notify import notify_of, unset
+from entrypoint.status import Status, StatusFile
+from entrypoint.telling import Telling
+from entrypoint.when_done import clear_banner, read_max_hours
+from jobs.schema import Job
 
 LOOK_EVERY = 2.0  # seconds between two looks at the volume
+DATA_EVERY = 30.0  # seconds between two looks at data that cannot be used now anyway
 ACCESS_AGAIN = 900.0  # seconds after which a refused download is tried again: hubs have bad quarters of an hour
 HELD = (JOB_WRONG, POD_WRONG, ACCESS_REFUSED)
 Readiness = Literal["ready", "later", "over"]  # over: nothing happens until somebody changes something
-
-
-@dataclass(frozen=True)
-class JobFile:
-    """One job file as it is now."""
-
-    path: Path
-    text: str
-    loaded: LoadedJob | None  # None where it cannot be read
-    problems: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.loaded.job.name if self.loaded else self.path.stem
 
 
 @dataclass(frozen=True)
@@ -106,25 +94,28 @@ def choose(
 
 def watch(volume: Volume, environment: Mapping[str, str] = os.environ) -> int:
     """Runs what is dropped into ``jobs/`` until a signal comes; then stops what runs, in order, and gives 0."""
-    stop = Stop()
-    stop.on_signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # while nothing runs there is nothing to stop in order: end at once
     volume.create()
-    loop = PodLoop(volume, read_pod(volume.root), environment, stop)
+    loop = PodLoop(volume, read_pod(volume.root), environment)
     loop.greet()
+    loop.stop.on_signals()
+    loop.delivery.start()
     try:
-        while not stop.requested and not loop.out_of_time():
+        while not loop.stop.requested and not loop.end_of_work.out_of_time():
             try:
                 loop.turn()
-                loop.when_all_is_done()
+                if loop.idle:
+                    loop.end_of_work.look(loop.files)
             except OSError as error:
-                loop._once("", f"the volume does not answer as it should, looking again soon: {error}")
+                loop.telling.once("", f"the volume does not answer as it should, looking again soon: {error}")
             loop.sleep(LOOK_EVERY)
     except Exception:
         loop.end()  # or its jobs would train on beside those that the next loop starts on the same GPUs
         raise
     loop.end()
-    if not stop.requested:
-        loop.stay_stopped()
+    if not loop.stop.requested:
+        loop.end_of_work.stay_stopped()
     return DONE
 
 
@@ -136,28 +127,19 @@ class PodLoop:
     stop: Stop = field(default_factory=Stop)
     children: dict[str, Child] = field(default_factory=dict)  # by job name
     ended: dict[str, Ended] = field(default_factory=dict)
-    told: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last phase and message of jobs that wait
-    files: dict[Path, bytes] = field(default_factory=dict)  # job files at the last look
-    last: tuple[Job, Outcome] | None = None  # the job that ended last, for its when_done
+    files: list[JobFile] = field(default_factory=list)  # at the last look, one for each name
     idle: bool = False  # nothing runs, and nothing will by itself
-    finished_at: float | None = 0.0  # when to ask the platform (again), on this process's clock; None: not any more
 
     def __post_init__(self) -> None:
-        self.leases = LeaseWatch(self.environment.get("RUNPOD_POD_ID", ""), self._seconds("FLUXPOD_LEASE_SECONDS", 60))
-        self.quiet = QuietWatch(self._seconds("FLUXPOD_QUIET_SECONDS", 10))
-        self.started = container_start()
-        self.messages = ThreadPoolExecutor(1, thread_name_prefix="notify")
-        self.persistent = True
-
-    def _seconds(self, name: str, default: float) -> float:
-        try:
-            return float(self.environment.get(name, default))
-        except ValueError:
-            print(f"{name}={self.environment[name]} is not a number of seconds; {default:g} is used", flush=True)
-            return default
+        self.job_folder = JobFolder(self.volume.jobs)
+        self.leases = LeaseWatch(self.environment.get("RUNPOD_POD_ID", ""), stale_seconds(self.environment))
+        self.quiet = QuietWatch(read_seconds(self.environment, "FLUXPOD_QUIET_SECONDS", 10.0))
+        self.telling = Telling(self.volume)
+        self.delivery = Delivery(self.volume, self.environment)
+        self.end_of_work = EndOfWork(self.volume, self.environment, self.sleep)
 
     def greet(self) -> None:
-        """Says what kind of pod this is, and takes the job that came with it."""
+        """Says what kind of pod this is."""
         gpus = ", ".join(gpu.name for gpu in self.pod.gpus) or "none: jobs are prepared as far as they can be, and wait"
         print(f"GPUs: {gpus}", flush=True)
         for note in self.pod.notes:
@@ -166,17 +148,12 @@ class PodLoop:
         if promised.isdigit() and int(promised) != len(self.pod.gpus):
             print(f"pod: RUNPOD_GPU_COUNT says {promised} GPUs, nvidia-smi shows {len(self.pod.gpus)}", flush=True)
         facts = probe_volume(self.volume.root, environment=self.environment)
-        self.persistent = facts.persistent
+        self.end_of_work.persistent = facts.persistent
         for note in facts.notes:
             print(f"volume: {note}", flush=True)
-        clear_banner(self.volume)
+        clear_banner(self.volume, self.environment)
         if trouble := read_max_hours(self.environment)[1]:
             print(trouble, flush=True)
-        try:
-            if line := drop_job(self.volume, self.environment):
-                print(line, flush=True)
-        except DroppedJobError as error:
-            print(error, flush=True)
         print(f"watching {self.volume.jobs}", flush=True)
 
     # ---- one look
@@ -184,52 +161,46 @@ class PodLoop:
     def turn(self) -> None:
         """Collects what ended, looks at the job files, starts what can start."""
         self._collect()
-        files = self._job_files()
-        self._stop_removed(files)
-        for file in files:
-            if file.loaded or file.name in self.children:  # an edit holds from the next start on
-                continue
-            if self._tell(file.name, "held", file.problems, JOB_WRONG):
-                self._notify(notify_of(file.text), file.name, "held", file.problems)
-        readiness = {file.name: self._readiness(file) for file in files}
-        waiting = [Waiting(f, f.loaded.job.gpus) for f in files if f.loaded and readiness[f.name] == "ready"]
+        self.files = self._one_for_each_name(self.job_folder.look())
+        self._stop_removed()
+        self._hold_unreadable()
         taken = {gpu for child in self.children.values() for gpu in child.gpus}
         free = [gpu.index for gpu in self.pod.gpus if gpu.index not in taken]
-        chosen = choose(waiting, free, len(self.pod.gpus), len(self.children))
-        for job, gpus in chosen:
+        can_start = bool(free) if self.pod.gpus else not self.children
+        readiness = {file.name: self._readiness(file, can_start) for file in self.files}
+        waiting = [Waiting(f, f.loaded.job.gpus) for f in self.files if f.loaded and readiness[f.name] == "ready"]
+        for job, gpus in choose(waiting, free, len(self.pod.gpus), len(self.children)):
             self._start(job.file, gpus)
         for job in waiting:
             if job.file.name not in self.children:
-                self._tell(job.file.name, "pending", "waiting for GPUs" if self.pod.gpus else "waiting for its turn")
-        arriving = len(self.files) > len(files) and any(path.stem not in self.told for path in self.files)
+                self.telling.tell(
+                    job.file.name, "pending", "waiting for GPUs" if self.pod.gpus else "waiting for its turn"
+                )
+        arriving = self.job_folder.arriving or (self.delivery.is_alive() and not self.delivery.tried.is_set())
         self.idle = not self.children and not arriving and all(kind == "over" for kind in readiness.values())
         if not self.idle:
-            self.finished_at = 0.0
+            self.end_of_work.work_goes_on()
 
-    def _job_files(self) -> list[JobFile]:
-        """The job files that look the same as at the last look (others may still be arriving), one for each name."""
-        found: list[JobFile] = []
-        before, self.files = self.files, {}
-        for path in sorted(p for p in self.volume.jobs.iterdir() if p.suffix in (".yaml", ".yml") and p.name[0] != "."):
-            try:
-                data = path.read_bytes()
-            except OSError:
-                continue
-            self.files[path] = data
-            if before.get(path) == data:
-                found.append(_read(path, data))
-        return self._without_doubles(found)
-
-    def _without_doubles(self, files: list[JobFile]) -> list[JobFile]:
+    def _one_for_each_name(self, files: Sequence[JobFile]) -> list[JobFile]:
         first: dict[str, JobFile] = {}
         for file in files:
             if other := first.get(file.name):
-                self._once(file.path.name, f"{file.path.name}: the name {file.name} is taken by {other.path.name}")
+                line = f"{file.path.name}: the name {file.name} is taken by {other.path.name}"
+                self.telling.once(file.path.name, line)
             else:
                 first[file.name] = file
         return list(first.values())
 
-    def _readiness(self, file: JobFile) -> Readiness:
+    def _hold_unreadable(self) -> None:
+        running = {child.file.path for child in self.children.values()}  # an edit holds from the next start on
+        unreadable = {file.name: file for file in self.files if not file.loaded and file.path not in running}
+        for name, file in unreadable.items():
+            if self.telling.tell(name, "held", file.problems, JOB_WRONG):
+                self.end_of_work.notify(notify_of(file.text), name, "held", file.problems)
+        if not self.job_folder.arriving:
+            self.telling.forget_unreadable(except_for=unreadable)
+
+    def _readiness(self, file: JobFile, can_start: bool) -> Readiness:
         """Whether nothing but free GPUs is missing; where something is, it is told."""
         if file.loaded is None:
             return "over"
@@ -237,33 +208,33 @@ class PodLoop:
             return "later"
         folder = self.volume.run(file.name)
         if already_done(file.loaded, folder):
-            self._once(file.name, f"{file.name} is done")
+            self.telling.once(file.name, f"{file.name} is done")
             return "over"
         paths = self._data_of(file.loaded.job)
-        reason = self.quiet.waiting_for(paths)
         ended = self.ended.get(file.name)
-        if ended and not self._again(ended, file, self.quiet.fingerprint(paths)):
+        if ended and not self._again(ended, file, paths):
             return "over" if ended.again_at is None or ended.code in HELD else "later"
-        if Attempts.read(folder.root, file.text).exhausted:
-            self._tell(file.name, "failed", "it crashed again and again: change the job file to try anew", CRASH)
+        attempts = Attempts.read(folder.root, file.text)
+        if attempts.exhausted:
+            self.telling.crashed_too_often(file.name)
             return "over"
         if not self.leases.clear(folder.lease):  # its status is the owner's to write
-            self._once(file.name, f"{file.name}: waiting, another pod runs it or has just died")
+            self.telling.once(file.name, f"{file.name}: waiting, another pod runs it or has just died")
             return "later"
-        if reason:
-            self._tell(file.name, "pending", f"waiting: {reason}")
+        if reason := self.quiet.waiting_for(paths, 0.0 if can_start else DATA_EVERY):
+            self.telling.tell(file.name, "pending", f"waiting: {reason}")
             return "later"
         return "ready"
 
     def _data_of(self, job: Job) -> list[Path]:
         return [self.volume.resolve(entry.path) for entry in job.datasets if "://" not in entry.path]
 
-    def _again(self, ended: Ended, file: JobFile, data: str) -> bool:
+    def _again(self, ended: Ended, file: JobFile, paths: Sequence[Path]) -> bool:
         if ended.text != file.text:
             return True
         if ended.again_at is not None and time.monotonic() >= ended.again_at:
             return True
-        return ended.code == JOB_WRONG and ended.data != data
+        return ended.code == JOB_WRONG and self.quiet.differs(paths, ended.data, DATA_EVERY)
 
     # ---- children
 
@@ -271,12 +242,13 @@ class PodLoop:
         environment = dict(self.environment) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", PARENT: str(os.getpid())}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            environment[SHARE] = f"{len(gpus)}/{len(self.pod.gpus)}"
         on = f" on GPU {', '.join(map(str, gpus))}" if gpus else ""
         print(f"--- {file.path.name}: starting {file.name}{on}", flush=True)
         command = [sys.executable, "-m", "entrypoint.cli", "run", str(file.path), "--volume", str(self.volume.root)]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         self.children[file.name] = Child(file, gpus, process)
-        self.told.pop(file.name, None)
+        self.telling.forget(file.name)
         if file.loaded:
             for line in unset(file.loaded.job.notify, self.environment):
                 print(f"{file.name}: {line}", flush=True)
@@ -291,43 +263,49 @@ class PodLoop:
     def _took_its_end(self, name: str, child: Child, code: int) -> None:
         folder, file = self.volume.run(name), child.file
         assert file.loaded
-        job = file.loaded.job
-        told = Status.read(folder.status)
-        outcome = Outcome(code, told.message if told else "", told.step if told else 0)
-        paths = self._data_of(job)
-        ended = Ended(code, file.text, self.quiet.fingerprint(paths))
+        job, notify = file.loaded.job, self.end_of_work.notify
+        outcome = self._outcome(name, code)
+        ended = Ended(code, file.text, self.quiet.fingerprint(self._data_of(job)))
         if child.removed and code != DONE:
             ended.again_at = time.monotonic()  # with the file back it goes on
             message = "the job file was removed; what was saved stays"
-            StatusFile(folder.status).tell("held", message, step=outcome.step, code=code)
+            StatusFile(folder.status).tell("held", message, code=code)
         elif code == STOPPED:
             ended.again_at = time.monotonic()
         elif code == DONE:
-            self.last = (job, outcome)
-            self._notify(job.notify, name, "done", outcome.reason)
+            self.end_of_work.last = (job, outcome)
+            notify(job.notify, name, "done", outcome.reason)
         elif code in HELD:
-            self._notify(job.notify, name, "held", outcome.reason)
+            ended.again_at = time.monotonic() + ACCESS_AGAIN if code == ACCESS_REFUSED else None
+            notify(job.notify, name, "held", outcome.reason)
         else:
             states, _ = list_states(folder.states)
             attempts = Attempts.read(folder.root, file.text).crashed(states[-1].step if states else 0)
             attempts.write(folder.root)
             ended.again_at = time.monotonic() + attempts.wait
             if attempts.exhausted:
-                self.last = (job, outcome)
-                self._notify(job.notify, name, "failed", outcome.reason)
+                self.end_of_work.last = (job, outcome)
+                notify(job.notify, name, "failed", outcome.reason)
             else:
                 again = f"{outcome.reason or f'crashed ({code})'}; trying again in {attempts.wait:.0f} s"
-                self._tell(name, "pending", again, code)
-        if code == ACCESS_REFUSED:
-            ended.again_at = time.monotonic() + ACCESS_AGAIN
+                self.telling.tell(name, "pending", again, code)
         self.ended[name] = ended
 
-    def _stop_removed(self, files: Sequence[JobFile]) -> None:
+    def _outcome(self, name: str, code: int) -> Outcome:
+        """What the run left as its end; its status where that is all it left."""
+        folder = self.volume.run(name)
+        outcome, told = Outcome.read(folder.outcome), Status.read(folder.status)
+        if outcome and outcome.code == code:
+            return outcome
+        return Outcome(code, told.message if told else "", told.step if told else 0)
+
+    def _stop_removed(self) -> None:
         """A run whose job file is gone is stopped as by a signal: its state stays; with the file back it goes on."""
-        there = {file.name for file in files} | {path.stem for path in self.files}
+        if self.job_folder.arriving:  # it may be its file under another name
+            return
+        there = {file.name for file in self.files}
         for name, child in self.children.items():
-            gone = not child.file.path.exists() and name not in there
-            if gone and not child.removed:
+            if not child.removed and name not in there and child.file.path not in self.job_folder.seen:
                 print(f"{name}: its job file was removed; stopping it", flush=True)
                 child.removed = True
                 child.process.terminate()
@@ -337,53 +315,15 @@ class PodLoop:
         for child in self.children.values():
             child.process.terminate()
         deadline = time.monotonic() + clocks.POD_LOOP
-        for child in self.children.values():
+        for name, child in self.children.items():
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                print(f"{child.file.name} did not stop in time and is killed; its newest state stands", flush=True)
                 child.process.kill()
                 child.process.wait()
-
-    # ---- the end of all work
-
-    def when_all_is_done(self) -> None:
-        """Once nothing runs or will: does what the job that ended last says of the pod. Done jobs of an earlier start,
-        whose pod should have been stopped then, are made up for; a mark on the volume keeps it at one call for each."""
-        if not self.idle or self.finished_at is None or time.monotonic() < self.finished_at:
-            return
-        self.messages.submit(lambda: None).result()  # the news go out before the pod goes down
-        again = None
-        for job, outcome in [self.last] if self.last else self._done_before():
-            done = finish(self.volume, job, outcome, self.environment, persistent=self.persistent, pause=self.sleep)
-            print(f"{job.name}: {done.message}", flush=True)
-            again = done.again
-            if done.action != "idle":
-                break
-        self.finished_at = None if again is None else time.monotonic() + again
-
-    def _done_before(self) -> list[tuple[Job, Outcome]]:
-        found = []
-        for path, data in self.files.items():
-            loaded = _read(path, data).loaded
-            if loaded and loaded.job.when_done != "idle" and already_done(loaded, self.volume.run(loaded.job.name)):
-                outcome = Outcome.read(self.volume.run(loaded.job.name).outcome)
-                assert outcome
-                found.append((loaded.job, outcome))
-        return found
-
-    def out_of_time(self) -> bool:
-        return max_hours_reached(self.started, self.environment)
-
-    def stay_stopped(self) -> None:
-        """After FLUXPOD_MAX_HOURS: asks for the pod's stop until it takes. Ends only on a signal: were it to end by
-        itself, supervisor would start the loop again."""
-        print("FLUXPOD_MAX_HOURS have passed: nothing is started any more", flush=True)
-        job = self.last[0] if self.last else None
-        again: float | None = 0.0
-        while not self.sleep(60.0 if again is None else again):
-            if again is not None:
-                again = stop_pod(self.volume, job, self.environment, pause=self.sleep).again
+                self.telling.tell(
+                    name, "pending", "did not stop in time and was killed; its newest state stands", STOPPED
+                )
 
     def sleep(self, seconds: float) -> bool:
         """Waits; true as soon as somebody asked to stop."""
@@ -391,36 +331,3 @@ class PodLoop:
         while not self.stop.requested and time.monotonic() < until:
             time.sleep(0.1)
         return self.stop.requested
-
-    # ---- telling
-
-    def _notify(self, to: Notify, name: str, event: Event, message: str) -> None:
-        self.messages.submit(notify, to, name, event, message, self.environment)
-
-    def _tell(self, name: str, phase: Phase, message: str, code: int | None = None) -> bool:
-        """A waiting job's status, written when it changes (a restart writes nothing anew); whether it did."""
-        if self.told.get(name) == (phase, message):
-            return False
-        self.told[name] = (phase, message)
-        path = self.volume.run(name).status
-        last = Status.read(path)
-        if last is None or (last.phase, last.message) != (phase, message):
-            print(f"{name}: {phase}: {message}", flush=True)
-            step, steps = (last.step, last.steps) if last else (0, 0)
-            StatusFile(path).tell(phase, message, step=step, steps=steps, code=code)
-            return True
-        return False
-
-    def _once(self, name: str, line: str) -> None:
-        if self.told.get(name) != ("", line):
-            self.told[name] = ("", line)
-            print(line, flush=True)
-
-
-def _read(path: Path, data: bytes) -> JobFile:
-    text = ""
-    try:
-        text = yaml12.decode(data, path.name)
-        return JobFile(path, text, parse_job(text, path.name))
-    except JobError as error:
-        return JobFile(path, text, None, str(error))

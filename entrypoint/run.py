@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 import traceback
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bootstrap import clocks
 from bootstrap.cache import Cache, wanted_latents, wanted_texts, with_keys
 from bootstrap.dataset import Item, scan
 from bootstrap.outcome import (
@@ -30,7 +32,7 @@ from bootstrap.outcome import (
     PodError,
 )
 from bootstrap.plan import Plan, make_plan
-from bootstrap.pod import read_oom_kills, read_pod
+from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
@@ -41,7 +43,9 @@ from entrypoint.check import render_plan
 from entrypoint.ended import already_done, output_of
 from entrypoint.launch import (
     PARENT,
+    SHARE,
     Stop,
+    Stopped,
     describe_exit,
     encoder_command,
     end_leftovers,
@@ -49,9 +53,9 @@ from entrypoint.launch import (
     run_children,
     trainer_command,
 )
-from entrypoint.lease import STALE, HeldLease, Lease, LeaseTakenError, LeaseWatch
+from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch, stale_seconds
 from entrypoint.progress import Tail, TrainingProgress
-from entrypoint.status import Phase, Status, StatusFile
+from entrypoint.status import Phase, StatusFile
 from jobs.load import LoadedJob, load_job, read_text
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
@@ -67,10 +71,6 @@ PHASES: dict[int, Phase] = {
 }
 
 Say = Callable[[str], None]
-
-
-class Stopped(Exception):
-    """Somebody asked to stop while the job was being prepared."""
 
 
 class PreparationError(Exception):
@@ -154,7 +154,8 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
 def wait_for_lease(lease: HeldLease, stop: Stop, patient: bool = True) -> bool:
     """Takes the lease, waiting while it may be a dead process's; False where a stop came first, or a process of this
     machine is at work. Not ``patient``: the pod loop waits, without the GPUs that this process was given."""
-    watch = LeaseWatch(os.environ.get("RUNPOD_POD_ID", ""))
+    stale = stale_seconds(os.environ)
+    watch = LeaseWatch(os.environ.get("RUNPOD_POD_ID", ""), stale)
     told = False
     while not stop.requested:
         try:
@@ -169,7 +170,7 @@ def wait_for_lease(lease: HeldLease, stop: Stop, patient: bool = True) -> bool:
                 print(f"{error}, which was faster", flush=True)
                 return False
             if not told:
-                print(f"waiting: {error}; it is taken over {STALE:.0f} s after its last sign of life", flush=True)
+                print(f"waiting: {error}; it is taken over {stale:.0f} s after its last sign of life", flush=True)
                 told = True
             time.sleep(0.5)
     return False
@@ -221,9 +222,8 @@ def _in_file(error: JobError, file: Path) -> JobError:
 
 def _tell(outcome: Outcome, running: Running) -> None:
     phase = PHASES.get(outcome.code, "failed")
-    last = Status.read(running.folder.status) or Status(phase, "")
-    step = last.step if outcome.code == CRASH else outcome.step  # what crashed cannot say how far it was
-    running.status.tell(phase, outcome.reason, step=step, steps=last.steps, code=outcome.code)
+    step = None if outcome.code == CRASH else outcome.step or None  # what crashed cannot say how far it was
+    running.status.tell(phase, outcome.reason, step=step, code=outcome.code)
     line = f"{phase}: {outcome.reason}"
     print(line, flush=True)
     with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
@@ -240,7 +240,8 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
         running.say(f"warning: {warning}")
     folder.outcome.unlink(missing_ok=True)
     write_atomically(folder.job, loaded.text)
-    run, items = prepare(job, running)
+    with running.stop.at_once():
+        run, items = prepare(job, running)
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
         outcome = Outcome(DONE, f"{job.name} is done already: {output_of(folder, job)}", run.plan.steps)
         outcome.write(folder.outcome)
@@ -252,8 +253,7 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
 def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
-    facts = probe_volume(volume.root)
-    pod = replace(read_pod(volume.root), disk_free=facts.free)  # what the user says of a quota counts
+    pod = pod_of_this_run(running)
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
     running.preparing("data: looking through the pictures")
@@ -267,6 +267,17 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     run = RunFile(job, plan, weights, volume.root, state.path if state else None)
     run.write(items)
     return run, items
+
+
+def pod_of_this_run(running: Running) -> Pod:
+    """The pod, or the part of it that the pod loop leaves to this run."""
+    root = running.volume.root
+    pod = replace(read_pod(root), disk_free=probe_volume(root).free)  # what the user says of a quota counts
+    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", os.environ.get(SHARE, ""))
+    if share is None or share[1] == share[2]:
+        return pod
+    running.say(f"GPUs: {share[1]} of this pod's {share[2]}; as much of its CPUs, RAM and free disk is counted on")
+    return share_of(pod, int(share[1]), int(share[2]))
 
 
 def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
@@ -321,12 +332,13 @@ def changed_settings(run_file: Path, job: Job) -> list[str]:
 
 def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
     """Latents and text outputs that the cache lacks, before any process group exists, spread over the GPUs."""
-    cache = Cache(run.cache)
-    for note in cache.notes:
-        running.say(f"cache: {note}")
-    cache.tidy()
-    images = cache.missing(wanted_latents(items))
-    texts = cache.missing(wanted_texts(run.job, items, run.weights))
+    with running.stop.at_once():
+        cache = Cache(run.cache)
+        for note in cache.notes:
+            running.say(f"cache: {note}")
+        cache.tidy()
+        images = cache.missing(wanted_latents(items))
+        texts = cache.missing(wanted_texts(run.job, items, run.weights))
     if not images and not texts:
         running.say("cache: everything is there")
         return
@@ -367,8 +379,11 @@ def train(run: RunFile, running: Running) -> Outcome:
             phase: Phase = "stopping" if running.stop.requested else "training"
             running.status.tell(phase, phase + running.notice(), step=progress.step, steps=steps)
 
+    def limit() -> float:
+        return clocks.RUN if progress.step > start else clocks.NOTHING_NEW
+
     oom_kills = read_oom_kills()
-    (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look)
+    (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look, limit=limit)
     progress.close()
     outcome = Outcome.read(run.folder.outcome)
     if outcome is None and running.stop.requested:

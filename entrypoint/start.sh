@@ -30,6 +30,17 @@ if [ "$#" -gt 0 ]; then
     exec "$@"
 fi
 
+# supervisord opens /dev/stdout anew for every program. For a pipe that is the same pipe again; a plain file it would
+# write over from its beginning, and a socket cannot be opened at all. So standard output is always a pipe.
+output=
+if [ ! -p /dev/stdout ]; then
+    exec > >(
+        trap '' INT TERM # the last words are said after these
+        exec cat
+    )
+    output=$!
+fi
+
 # A host key for sshd, kept on the volume: with a new one after every restart ssh clients cry "possible attack". It is
 # copied to the container, since sshd wants mode 600 and a volume may not hold modes.
 prepare_host_key() {
@@ -110,3 +121,11 @@ done
 case "${TMPDIR:-}" in
     "$FLUXPOD_VOLUME"/cache/tmp/?*) rm -rf -- "$TMPDIR" ;;
 esac
+
+if [ -n "$output" ]; then
+    exec >&2 # what is still in the pipe is written out before PID 1 ends, and everything with it
+    for _ in $(seq 20); do
+        kill -0 "$output" 2> /dev/null || break
+        sleep 0.1
+    done
+fi

@@ -40,8 +40,13 @@ class StatusFile:
         self._lock = threading.Lock()
         self._last = Status.read(path)
 
-    def tell(self, phase: Phase, message: str, *, step: int = 0, steps: int = 0, code: int | None = None) -> None:
+    def tell(
+        self, phase: Phase, message: str, *, step: int | None = None, steps: int | None = None, code: int | None = None
+    ) -> None:
+        """How far the run is (``step`` of ``steps``) stays as it was told last where it is not told anew."""
         with self._lock:
+            last = self._last or Status(phase, message)
+            step, steps = (last.step if step is None else step), (last.steps if steps is None else steps)
             self._write(Status(phase, message, step, steps, code))
 
     def beat(self) -> None:

@@ -2,8 +2,8 @@
 
 ``finish`` is called when nothing else runs or waits. What it does is in ``runs/<name>/when_done.json``, written before
 the call and once RunPod said yes, so that a pod that its user starts again, to look at the result, is not stopped a
-second time. Where a pod could not be stopped, ``.fluxpod/still-billing.json`` tells it to the page, and ``notify`` to
-the user.
+second time. Where a pod could not be stopped, ``.fluxpod/still-billing/<pod>.json`` tells it to its page, and
+``notify`` to the user.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -46,7 +47,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class StillBilling:
-    """``.fluxpod/still-billing.json``: what the page's banner says."""
+    """``.fluxpod/still-billing/<pod>.json``: what the banner of that pod's page says."""
 
     message: str
     pod: str
@@ -161,7 +162,7 @@ def _leave(
     except PlatformError as error:
         _still_billing(volume, job, action, str(error), environ, log)
         return Finish(action, False, str(error), AGAIN_REFUSED if error.refused else AGAIN)
-    clear_banner(volume)
+    clear_banner(volume, environ)
     done = "stops" if action == "stop" else "is terminated"
     log(f"RunPod says that this pod {done}")
     return Finish(action, True, f"this pod {done}")
@@ -188,28 +189,31 @@ class _Mark:
 
 
 def _digest(folder: RunFolder, job: Job, outcome: Outcome) -> str:
+    """The same end has the same digest however it is told: the words of an outcome are not in it."""
     text = folder.job.read_bytes() if folder.job.is_file() else job.model_dump_json().encode()
-    return hashlib.sha256(text + repr(outcome).encode()).hexdigest()
+    return hashlib.sha256(text + f"{outcome.code} {outcome.step}".encode()).hexdigest()
 
 
 # ---- the banner
 
 
-def banner_path(volume: Volume) -> Path:
-    return volume.root / ".fluxpod" / "still-billing.json"
+def banner_path(volume: Volume, environ: Mapping[str, str]) -> Path:
+    """Each pod's own: several may mount one volume, and each is billed for itself."""
+    pod = re.sub(r"[^A-Za-z0-9_-]", "_", environ.get(POD_ID, "").strip()) or "pod"
+    return volume.root / ".fluxpod" / "still-billing" / f"{pod}.json"
 
 
-def read_banner(volume: Volume) -> StillBilling | None:
-    value = read_json(banner_path(volume))
+def read_banner(volume: Volume, environ: Mapping[str, str]) -> StillBilling | None:
+    value = read_json(banner_path(volume, environ))
     try:
         return StillBilling(**value) if isinstance(value, dict) else None
     except TypeError:
         return None
 
 
-def clear_banner(volume: Volume) -> None:
-    """Also to be called when a pod starts: the one that the banner spoke of was stopped since, or speaks again."""
-    banner_path(volume).unlink(missing_ok=True)
+def clear_banner(volume: Volume, environ: Mapping[str, str]) -> None:
+    """Also to be called when a pod starts: it was stopped since, or speaks again."""
+    banner_path(volume, environ).unlink(missing_ok=True)
 
 
 def _still_billing(
@@ -218,13 +222,13 @@ def _still_billing(
     """Says loudly, in the log each time, in messages once, that the pod goes on costing money."""
     message = f"This pod is still billed: {_sentence(reason)} {BY_HAND}"
     log(f"!!! STILL BILLING !!! {message}")
-    known = read_banner(volume)
+    known = read_banner(volume, environ)
     name = job.name if job else ""
     pod = environ.get(POD_ID, "")
     told = known is not None and (known.job, known.pod, known.action) == (name, pod, action)
     since = known.since if known and told else _now()
     try:
-        write_json(banner_path(volume), asdict(StillBilling(message, pod, name, action, since)))
+        write_json(banner_path(volume, environ), asdict(StillBilling(message, pod, name, action, since)))
     except OSError as error:  # a full volume is no reason to be quiet
         log(f"the banner was not written: {error}")
     if job and not told:

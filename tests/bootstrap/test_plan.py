@@ -191,14 +191,26 @@ def test_cards_without_bf16() -> None:
     assert any("V100" in warning and "idle" in warning for warning in plan.warnings)
 
 
-@pytest.mark.parametrize(("driver", "good"), [("535.183.01", False), ("570.10", False), ("580.95", True), ("", True)])
-def test_driver(driver: str, good: bool) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "driver", "good"),
+    [
+        ("13.0", "535.183.01", False),
+        ("13.0", "570.10", False),
+        ("13.0", "580.95", True),
+        ("13.0", "", True),
+        ("12.8", "535.183.01", True),
+        ("12.8", "470.1", False),
+        ("", "470.1", True),  # torch without CUDA says so by itself
+        ("21.0", "470.1", True),  # not in the table: tried
+    ],
+)
+def test_driver(cuda: str, driver: str, good: bool) -> None:
     here = pod("A40")
-    here = replace(here, gpus=(replace(here.gpus[0], driver=driver),))
+    here = replace(here, gpus=(replace(here.gpus[0], driver=driver),), cuda=cuda)
     if good:
         make_plan(job("lora"), here, DEV, DATA)
     else:
-        with pytest.raises(PodError, match=r"driver of this host is .* CUDA version 13"):
+        with pytest.raises(PodError, match=rf"driver of this host is {driver}.* filter CUDA version {cuda} or newer"):
             make_plan(job("lora"), here, DEV, DATA)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.pod import Pod, parse_gpus, read_cpus, read_gpus, read_memory, read_oom_kills, read_pod
+from bootstrap.pod import Pod, parse_gpus, read_cpus, read_gpus, read_memory, read_oom_kills, read_pod, share_of
 
 A40 = "0, NVIDIA A40, 46068, 45634, 580.95.05, 8.6, GPU-aaaa1111, [N/A]"
 A40_2 = "1, NVIDIA A40, 46068, 45634, 580.95.05, 8.6, GPU-bbbb2222, [N/A]"
@@ -226,3 +226,10 @@ def test_processes_killed_for_memory_are_counted(tmp_path: Path, file: str, text
     assert read_oom_kills(tmp_path) == 0
     path.write_text(text, encoding="utf-8")
     assert read_oom_kills(tmp_path) == 2
+
+
+def test_jobs_side_by_side_share_the_pod_by_their_gpus() -> None:
+    pod = Pod((), 9, 100, 10, 1000)
+    share = share_of(pod, 1, 4)
+    assert (share.cpus, share.memory, share.disk_free) == (2, 25, 250)
+    assert share_of(Pod((), 1, 100, 10, 1000), 1, 4).cpus == 1

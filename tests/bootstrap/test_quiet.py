@@ -63,3 +63,18 @@ def test_a_missing_dataset_is_quiet(tmp_path: Path) -> None:
     watch.waiting_for([tmp_path / "none"])
     clock.now = 11
     assert watch.waiting_for([tmp_path / "none"]) == ""
+
+
+def test_a_look_is_good_for_a_while(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"1")
+    clock = Clock()
+    watch = QuietWatch(10, clock)
+    watch.waiting_for([tmp_path], 30)
+    first = watch.fingerprint([tmp_path])
+    (tmp_path / "b.png").write_bytes(b"2")
+    clock.now = 29
+    assert not watch.differs([tmp_path], first, 30)
+    assert watch.waiting_for([tmp_path], 30) == ""
+    assert watch.waiting_for([tmp_path])  # whoever wants to begin looks anew
+    clock.now = 60
+    assert watch.differs([tmp_path], first, 30)

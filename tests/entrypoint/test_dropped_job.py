@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bootstrap.volume import Volume
-from entrypoint.dropped_job import VARIABLE, DroppedJobError, drop_job
+from entrypoint import dropped_job
+from entrypoint.dropped_job import VARIABLE, Delivery, DroppedJobError, drop_job
 
 JOB = "name: flowers\nbase: flux-tiny\nmethod: lora\ndatasets:\n  - path: datasets/flowers\n"
 
@@ -58,6 +59,46 @@ def test_a_restart_leaves_the_edited_file_alone(volume: Volume) -> None:
     assert "steps: 5" in file.read_text(encoding="utf-8")
     drop_job(volume, {VARIABLE: JOB + "steps: 9\n"})  # another value is another wish
     assert "steps: 9" in file.read_text(encoding="utf-8")
+
+
+def test_two_pods_on_one_volume_each_bring_their_own_job(volume: Volume) -> None:
+    other = JOB.replace("name: flowers", "name: trees")
+    for value in (JOB, other):
+        assert drop_job(volume, {VARIABLE: value})
+    for file in volume.jobs.iterdir():
+        file.unlink()  # their user has had enough of them
+    for value in (JOB, other):  # both pods are restarted
+        assert drop_job(volume, {VARIABLE: value}) == ""
+    assert not list(volume.jobs.iterdir())
+
+
+def test_an_address_that_does_not_answer_is_asked_again(
+    volume: Volume, server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 4:
+            environment[VARIABLE] = f"{server}/job.yaml"  # it answers at last
+
+    monkeypatch.setattr(dropped_job.time, "sleep", sleep)
+    environment = {VARIABLE: f"{server}/none?token=secret"}
+    delivery = Delivery(volume, environment)
+    delivery.run()
+    assert waits == [30, 60, 300, 300]
+    assert (volume.jobs / "flowers.yaml").exists()
+    assert delivery.tried.is_set()
+    assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["abc", "http://[", "http://x:port/y", "http://exämple.invalid:99999/ä ö"])
+def test_what_will_never_be_a_job_is_told_once(
+    volume: Volume, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dropped_job.time, "sleep", lambda seconds: pytest.fail("waits"))
+    Delivery(volume, {VARIABLE: value}).run()
+    assert VARIABLE in capsys.readouterr().out
 
 
 def test_nothing_set_is_nothing_done(volume: Volume) -> None:

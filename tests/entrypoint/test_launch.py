@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from bootstrap.volume import Volume, read_json
 from entrypoint import launch
 from entrypoint.launch import (
     Stop,
+    Stopped,
     child_environment,
     describe_exit,
     encoder_command,
@@ -229,11 +232,31 @@ def test_a_stop_reaches_every_child(run: RunFile) -> None:
     assert run_children([python(POLITE), python(POLITE)], run, stop, look) == [-signal.SIGTERM, -signal.SIGTERM]
 
 
-def test_one_that_does_not_listen_is_killed(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LAUNCHER_LIMIT", 0.2)
+def test_one_that_does_not_listen_is_killed(run: RunFile) -> None:
     stop = Stop()
     look = when_up(run, 2, lambda: setattr(stop, "requested", True))
-    assert run_children([python(STUBBORN), python(POLITE)], run, stop, look) == [-signal.SIGKILL, -signal.SIGTERM]
+    statuses = run_children([python(STUBBORN), python(POLITE)], run, stop, look, limit=lambda: 0.2)
+    assert statuses == [-signal.SIGKILL, -signal.SIGTERM]
+
+
+def test_within_at_once_a_signal_ends_any_wait(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        stop = Stop()
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        stop.on_signals()
+        try:
+            sender = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+            sender.start()
+            with pytest.raises(Stopped), stop.at_once():
+                fcntl.flock(second, fcntl.LOCK_EX)
+            with pytest.raises(Stopped), stop.at_once():
+                pytest.fail("it was asked to stop before")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    assert stop.requested
+    assert not stop.leaving
 
 
 WORKER_OF_A_LAUNCHER = """

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from bootstrap.volume import write_json
+from entrypoint import run
 from entrypoint.launch import Stop
-from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
+from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch, stale_seconds
 from entrypoint.run import wait_for_lease
 
 
@@ -131,3 +132,21 @@ def test_a_volume_that_hangs_does_not_end_the_beats(tmp_path: Path, monkeypatch:
         for _ in range(3):
             assert beats.acquire(timeout=10)
     assert failed.is_set()
+
+
+def test_a_run_by_hand_waits_as_long_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLUXPOD_LEASE_SECONDS", "20")
+    write(tmp_path / "lease.json", foreign())
+    stop = Stop()
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: setattr(stop, "requested", True))
+    assert not wait_for_lease(HeldLease(tmp_path / "lease.json", "me", lambda: None), stop)
+    assert "taken over 20 s after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 60), ("20", 20), (" 17.5 ", 17.5), ("3", 15), ("-1", 15), ("soon", 60), ("nan", 60)]
+)
+def test_the_time_to_a_takeover_leaves_room_for_beats(text: str, seconds: float) -> None:
+    assert stale_seconds({"FLUXPOD_LEASE_SECONDS": text}) == seconds

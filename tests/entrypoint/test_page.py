@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from bootstrap.volume import Volume
+from bootstrap.volume import Volume, write_json
 from entrypoint.page import NO_PASSWORD, make_page
 from entrypoint.status import StatusFile
+from entrypoint.when_done import StillBilling, banner_path
 
 PASSWORD = "pässword with: a colon"
 
@@ -68,10 +69,13 @@ def test_health_needs_no_password(volume: Volume) -> None:
 
 
 def test_warnings_come_first(volume: Volume) -> None:
-    (volume.root / ".fluxpod").mkdir()
-    (volume.root / ".fluxpod" / "still-billing.json").write_text(json.dumps({"message": "RunPod said <no>"}))
-    text = client(volume, {"FLUXPOD_PASSWORD": "p"}, '["HF_TOKEN is literally ..."]').get("/", auth=("", "p")).text
-    assert "STILL BILLING: RunPod said &lt;no&gt;" in text
+    for pod in ("mine", "another"):  # on one volume
+        banner = StillBilling(f"RunPod said <no> to {pod}", pod, "flowers", "stop", "today")
+        write_json(banner_path(volume, {"RUNPOD_POD_ID": pod}), asdict(banner))
+    environ = {"FLUXPOD_PASSWORD": "p", "RUNPOD_POD_ID": "mine"}
+    text = client(volume, environ, '["HF_TOKEN is literally ..."]').get("/", auth=("", "p")).text
+    assert "STILL BILLING: RunPod said &lt;no&gt; to mine" in text
+    assert "another" not in text
     assert (
         text.index("STILL BILLING") < text.index("nothing is mounted") < text.index("HF_TOKEN") < text.index("flowers")
     )

@@ -7,15 +7,22 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, Outcome
+from bootstrap import quiet
+from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Gpu, Pod
 from bootstrap.volume import Volume, write_atomically, write_json
+from entrypoint import end_of_work
 from entrypoint import pod as pod_module
+from entrypoint.attempts import Attempts, digest
+from entrypoint.end_of_work import EndOfWork
+from entrypoint.job_files import JobFile
+from entrypoint.launch import SHARE
 from entrypoint.lease import Lease
-from entrypoint.pod import JobFile, PodLoop, Waiting, choose
+from entrypoint.pod import PodLoop, Waiting, choose
 from entrypoint.status import Status, StatusFile
 from entrypoint.when_done import Finish
 from jobs.load import load_job, parse_job
@@ -126,6 +133,11 @@ def turn_until_ended(loop: PodLoop) -> None:
     loop.turn()
 
 
+def look_at_the_end(loop: PodLoop) -> None:
+    if loop.idle:
+        loop.end_of_work.look(loop.files)
+
+
 def phase(volume: Volume, name: str) -> str:
     status = Status.read(volume.run(name).status)
     return status.phase if status else ""
@@ -158,6 +170,7 @@ def test_a_held_job_is_not_started_again_until_something_changes(
         turn_until_ended(loop)
     assert len(started) == 1
     (volume.datasets / "d" / "b.png").write_bytes(b"y")  # the missing picture arrives
+    clock.now += 31
     for _ in range(4):
         loop.turn()
         turn_until_ended(loop)
@@ -299,6 +312,137 @@ def test_a_job_from_a_windows_editor_is_read_as_check_reads_it(
     assert len(started) == 1
 
 
+def test_a_stopped_run_that_waits_says_how_far_it_is(volume: Volume, started: list[list[str]], clock: Clock) -> None:
+    drop(volume, "a")
+    status = StatusFile(volume.run("a").status)
+    status.tell("pending", "stopped by a signal", step=12, steps=100, code=STOPPED)
+    loop = make_loop(volume, environment={"FLUXPOD_QUIET_SECONDS": "10"})
+    for _ in range(4):
+        loop.turn()
+    found = Status.read(volume.run("a").status)
+    assert found
+    assert (found.phase, found.step, found.steps) == ("pending", 12, 100)
+    assert found.message == "waiting: the data must be unchanged for 10 s; so far: step 12 of 100"
+    assert found.heartbeat == 2
+
+
+def test_a_crash_keeps_its_reason_when_it_is_not_tried_again(volume: Volume, started: list[list[str]]) -> None:
+    file = drop(volume, "a")
+    Attempts(digest(file.read_text()), 9, 0).write(volume.run("a").root)
+    StatusFile(volume.run("a").status).tell("failed", "the trainer crashed (9)", step=3, steps=9, code=1)
+    for _ in range(2):  # restarts
+        loop = make_loop(volume)
+        for _ in range(3):
+            loop.turn()
+    found = Status.read(volume.run("a").status)
+    assert found
+    assert (found.phase, found.step, found.heartbeat) == ("failed", 3, 2)
+    assert found.message.endswith("change the job file to try anew. The last time: the trainer crashed (9)")
+    assert not started
+
+
+@pytest.mark.parametrize("how", ["mended", "removed", "mended while no pod ran"])
+def test_the_status_of_a_file_that_could_not_be_read_goes_with_it(
+    volume: Volume, started: list[list[str]], how: str
+) -> None:
+    codes[0] = POD_WRONG
+    file = drop(volume, "torn")
+    file.write_text("name: [\n", encoding="utf-8")
+    loop = make_loop(volume)
+    for _ in range(3):
+        loop.turn()
+    assert phase(volume, "torn") == "held"
+    if how == "removed":
+        file.unlink()
+    else:
+        file.write_text(job_text("flowers"), encoding="utf-8")
+    if how == "mended while no pod ran":
+        loop = make_loop(volume)
+    for _ in range(3):
+        loop.turn()
+    assert not volume.run("torn").root.exists()
+    assert len(started) == (how != "removed")
+
+
+def test_a_file_broken_while_its_job_runs_is_told_afterwards(
+    volume: Volume, started: list[list[str]], clock: Clock
+) -> None:
+    codes[0] = POD_WRONG
+    file = drop(volume, "a")
+    file.write_text(job_text("b"), encoding="utf-8")  # its job has another name
+    loop = make_loop(volume)
+    loop.turn()
+    loop.turn()
+    assert "b" in loop.children
+    file.write_text("name: [\n", encoding="utf-8")
+    process, loop.children["b"].process = loop.children["b"].process, Endless()  # type: ignore[assignment]
+    process.wait(30)
+    for _ in range(3):
+        loop.turn()
+    assert not loop.children["b"].removed
+    assert not volume.run("a").status.exists()
+    loop.children["b"].process = process
+    loop.turn()
+    assert phase(volume, "a") == "held"
+
+
+class Endless:
+    def poll(self) -> None:
+        return None
+
+
+def test_a_job_file_that_is_renamed_goes_on(volume: Volume, started: list[list[str]], clock: Clock) -> None:
+    file = drop(volume, "a")
+    loop = make_loop(volume)
+    loop.turn()
+    loop.turn()
+    process, loop.children["a"].process = loop.children["a"].process, Endless()  # type: ignore[assignment]
+    process.wait(30)
+    file.rename(file.with_name("z.yml"))
+    for _ in range(3):
+        loop.turn()
+    assert not loop.children["a"].removed
+
+
+def test_held_jobs_do_not_have_their_data_walked_at_every_look(
+    volume: Volume, started: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    real = quiet.look_at
+    monkeypatch.setattr(quiet, "look_at", lambda paths: looks.append(clock.now) or real(paths))
+    drop(volume, "a")
+    loop = make_loop(volume)
+    for code, most in ((POD_WRONG, 0), (JOB_WRONG, 4)):
+        codes[0] = code
+        drop(volume, "a", f"steps: {code}")
+        for _ in range(3):
+            loop.turn()
+            turn_until_ended(loop)
+        looks.clear()
+        for _ in range(50):
+            clock.now += 2
+            loop.turn()
+        assert len(looks) <= most
+
+
+def test_a_run_is_told_its_share_of_the_pod(volume: Volume, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Mapping[str, str]] = []
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        given.append(options["env"])
+        return real([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
+
+    monkeypatch.setattr(pod_module.subprocess, "Popen", popen)
+    drop(volume, "a", "gpus: 1")
+    drop(volume, "b", "gpus: 2")
+    loop = make_loop(volume, gpus=4)
+    loop.turn()
+    loop.turn()
+    assert [(env[SHARE], env["CUDA_VISIBLE_DEVICES"]) for env in given] == [("1/4", "0"), ("2/4", "1,2")]
+    loop.end()
+
+
 def test_another_pods_run_keeps_its_status(volume: Volume, started: list[list[str]], clock: Clock) -> None:
     drop(volume, "a")
     folder = volume.run("a")
@@ -317,13 +461,12 @@ def test_out_of_time_the_stop_is_asked_for_until_it_takes(volume: Volume, monkey
     asked: list[float] = []
     answers = [Finish("stop", False, "no answer", 600.0), Finish("stop", True, "stops")]
 
-    def sleep(loop: PodLoop, seconds: float) -> bool:
+    def pause(seconds: float) -> bool:
         asked.append(seconds)
         return len(asked) > 3
 
-    monkeypatch.setattr(PodLoop, "sleep", sleep)
-    monkeypatch.setattr(pod_module, "stop_pod", lambda *_, **__: answers.pop(0))
-    make_loop(volume).stay_stopped()
+    monkeypatch.setattr(end_of_work, "stop_pod", lambda *_, **__: answers.pop(0))
+    EndOfWork(volume, {}, pause).stay_stopped()
     assert (asked, answers) == ([0.0, 600.0, 60.0, 60.0], [])
 
 
@@ -344,15 +487,15 @@ def test_the_pod_is_stopped_once_when_all_is_done(
     loop = make_loop(volume, environment=runpod.environment())
     for _ in range(3):
         loop.turn()
-        loop.when_all_is_done()
+        look_at_the_end(loop)
     assert runpod.actions() == []  # b runs
     turn_until_ended(loop)
-    loop.when_all_is_done()
+    look_at_the_end(loop)
     assert len(runpod.actions()) == 1
     for _ in range(3):  # restarts
         again = make_loop(volume, environment=runpod.environment())
         for _ in range(4):
             again.turn()
             turn_until_ended(again)
-            again.when_all_is_done()
+            look_at_the_end(again)
     assert len(runpod.actions()) == 1

@@ -96,6 +96,13 @@ def test_nothing_on_the_containers_disk_is_deleted_before_it_is_uploaded() -> No
         assert plan(make_job(when), OUTCOME, environ, persistent=False, uploaded=True).action == when
 
 
+def test_the_same_end_told_in_other_words_is_the_same_end(pod: Pod) -> None:
+    pod.call()
+    pod.api.pods["pod-1"]["status"] = "RUNNING"
+    assert pod.call(outcome=replace(OUTCOME, reason="all 10 steps are done")).action == "idle"
+    assert pod.call(outcome=replace(OUTCOME, step=20)).action == "stop"
+
+
 def test_an_upload_is_enough_to_terminate() -> None:
     found = plan(make_job("terminate"), OUTCOME, {"RUNPOD_POD_ID": "p"}, persistent=True, uploaded=True)
     assert found.action == "terminate"
@@ -108,7 +115,7 @@ def test_a_finished_job_stops_its_pod_with_one_call(pod: Pod) -> None:
     done = pod.call()
     assert (done.action, done.took, done.again) == ("stop", True, None)
     assert pod.api.actions() == [("pod-1", "stop")]
-    assert read_banner(pod.volume) is None
+    assert read_banner(pod.volume, pod.environ) is None
     assert pod.messages == []
 
 
@@ -140,7 +147,7 @@ def test_the_mark_is_there_before_the_call(pod: Pod) -> None:
 def test_a_kill_before_the_call_does_not_leave_the_pod_running(pod: Pod) -> None:
     pod.api.fail("POST", 503)
     assert pod.call(pause=lambda seconds: True).took is False  # SIGTERM while it waits to ask again
-    assert read_banner(pod.volume) is None  # the platform ends this pod by itself
+    assert read_banner(pod.volume, pod.environ) is None  # the platform ends this pod by itself
     pod.api.faults.clear()
     assert pod.call().took
 
@@ -168,7 +175,7 @@ def test_a_failed_call_is_a_banner_a_message_and_a_later_try(
     patience = replace(QUICK, limit=0.1) if "stall" in fault else QUICK
     done = pod.call(patience=patience)
     assert (done.took, done.again) == (False, again)
-    banner = read_banner(pod.volume)
+    banner = read_banner(pod.volume, pod.environ)
     assert banner
     assert words in banner.message
     assert (banner.pod, banner.job, banner.action) == ("pod-1", "flowers", "stop")
@@ -178,26 +185,26 @@ def test_a_failed_call_is_a_banner_a_message_and_a_later_try(
 
     pod.call(patience=patience)
     assert len(pod.messages) == 1  # told once, tried again
-    again_banner = read_banner(pod.volume)
+    again_banner = read_banner(pod.volume, pod.environ)
     assert again_banner
     assert again_banner.since == banner.since
 
     pod.api.faults.clear()
     assert pod.call().took
-    assert read_banner(pod.volume) is None
+    assert read_banner(pod.volume, pod.environ) is None
 
 
 def test_a_yes_without_effect_is_a_banner_and_tried_again(pod: Pod) -> None:
     pod.api.ignored_actions = 2
     assert pod.call().again == when_done.AGAIN
-    assert read_banner(pod.volume)
+    assert read_banner(pod.volume, pod.environ)
     assert pod.call().took
 
 
 def test_no_key_is_a_banner(pod: Pod) -> None:
     del pod.environ["RUNPOD_API_KEY"]
     assert not pod.call().took
-    banner = read_banner(pod.volume)
+    banner = read_banner(pod.volume, pod.environ)
     assert banner
     assert "there is no key" in banner.message
 
@@ -205,7 +212,7 @@ def test_no_key_is_a_banner(pod: Pod) -> None:
 def test_the_containers_own_disk_is_a_banner_without_a_call(pod: Pod) -> None:
     done = pod.call(persistent=False)
     assert (done.action, done.took, done.again) == ("idle", False, None)
-    assert read_banner(pod.volume)
+    assert read_banner(pod.volume, pod.environ)
     assert pod.api.requests == []
 
 
@@ -226,15 +233,24 @@ def test_outside_of_runpod_nothing_is_asked_and_nothing_alarmed(pod: Pod) -> Non
     done = pod.call()
     assert (done.action, done.took) == ("idle", False)
     assert "RUNPOD_POD_ID" in done.message
-    assert read_banner(pod.volume) is None
+    assert read_banner(pod.volume, pod.environ) is None
 
 
 def test_a_new_pod_starts_without_the_banner_of_the_last(pod: Pod) -> None:
     pod.api.fail("POST", 500)
     pod.call()
-    clear_banner(pod.volume)
-    clear_banner(pod.volume)
-    assert read_banner(pod.volume) is None
+    clear_banner(pod.volume, pod.environ)
+    clear_banner(pod.volume, pod.environ)
+    assert read_banner(pod.volume, pod.environ) is None
+
+
+def test_each_pod_on_a_volume_has_its_own_banner(pod: Pod) -> None:
+    pod.api.fail("POST", 500)
+    pod.call()
+    other = pod.environ | {"RUNPOD_POD_ID": "../pod 2"}
+    assert read_banner(pod.volume, other) is None
+    clear_banner(pod.volume, other)
+    assert read_banner(pod.volume, pod.environ)
 
 
 def test_a_full_volume_does_not_keep_the_pod_billed(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +298,7 @@ def test_a_pod_that_ran_too_long_is_stopped(pod: Pod) -> None:
     pod.api.fail("POST", 403)
     assert stop_pod(pod.volume, make_job(), pod.environ, **options).again
     assert len(pod.messages) == 1
-    assert read_banner(pod.volume)
+    assert read_banner(pod.volume, pod.environ)
     assert not stop_pod(pod.volume, None, {}, **options).took
 
 
