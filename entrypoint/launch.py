@@ -19,7 +19,8 @@ from bootstrap.plan import Plan
 from bootstrap.processes import living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
-from entrypoint.environment import is_secret
+from entrypoint.environment import is_secret, read_seconds
+from entrypoint.lease import RENEW, STALE
 
 LOOK_EVERY = 0.2  # seconds between two looks at a child
 
@@ -38,6 +39,11 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2)
     if os.getppid() != parent:  # it died before
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stale_seconds(environment: Mapping[str, str]) -> float:
+    """How long a lease must stand still before it is taken over; three beats at least, or the living are robbed."""
+    return read_seconds(environment, "FLUXPOD_LEASE_SECONDS", STALE, least=3 * RENEW)
 
 
 class Stopped(BaseException):

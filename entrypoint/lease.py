@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,15 +19,9 @@ from typing import Self
 
 from bootstrap.processes import boot_id, pid_space, start_time
 from bootstrap.volume import read_json, write_json
-from entrypoint.environment import read_seconds
 
 RENEW = 5.0  # seconds between two beats
 STALE = 60.0  # twelve missed beats: longer than a network volume has been seen to hang
-
-
-def stale_seconds(environ: Mapping[str, str]) -> float:
-    """How long a lease must stand still before it is taken over; at least three beats, or the living are robbed."""
-    return read_seconds(environ, "FLUXPOD_LEASE_SECONDS", STALE, least=3 * RENEW)
 
 
 @dataclass(frozen=True)

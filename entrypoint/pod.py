@@ -30,8 +30,8 @@ from entrypoint.end_of_work import EndOfWork
 from entrypoint.ended import already_done
 from entrypoint.environment import read_seconds
 from entrypoint.job_files import JobFile, JobFolder
-from entrypoint.launch import PARENT, SHARE, Stop
-from entrypoint.lease import LeaseWatch, stale_seconds
+from entrypoint.launch import PARENT, SHARE, Stop, stale_seconds
+from entrypoint.lease import LeaseWatch
 from entrypoint.notify import notify_of, unset
 from entrypoint.status import Status, StatusFile
 from entrypoint.telling import Telling

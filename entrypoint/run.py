@@ -51,9 +51,10 @@ from entrypoint.launch import (
     end_leftovers,
     end_with,
     run_children,
+    stale_seconds,
     trainer_command,
 )
-from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch, stale_seconds
+from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, StatusFile
 from jobs.load import LoadedJob, load_job, read_text

@@ -8,8 +8,8 @@ import pytest
 
 from bootstrap.volume import write_json
 from entrypoint import run
-from entrypoint.launch import Stop
-from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch, stale_seconds
+from entrypoint.launch import Stop, stale_seconds
+from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from entrypoint.run import wait_for_lease
 
 

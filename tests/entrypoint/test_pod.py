@@ -164,6 +164,7 @@ def test_a_held_job_is_not_started_again_until_something_changes(
 ) -> None:
     codes[0] = JOB_WRONG
     loop = make_loop(volume)
+    loop.quiet.clock = clock
     file = drop(volume, "a")
     for _ in range(5):
         loop.turn()
@@ -412,6 +413,7 @@ def test_held_jobs_do_not_have_their_data_walked_at_every_look(
     monkeypatch.setattr(quiet, "look_at", lambda paths: looks.append(clock.now) or real(paths))
     drop(volume, "a")
     loop = make_loop(volume)
+    loop.quiet.clock = clock
     for code, most in ((POD_WRONG, 0), (JOB_WRONG, 4)):
         codes[0] = code
         drop(volume, "a", f"steps: {code}")
