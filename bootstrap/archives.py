@@ -12,7 +12,7 @@ import zipfile
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 # Of zip's many methods what zipfile decompresses. Windows' own packer takes Deflate64 (9) beyond 2 GB.
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -134,11 +134,16 @@ def read_file(path: Path, most: int = -1) -> bytes:
         raise OSError(5, f"damaged in the zip: {error}", str(path)) from error
 
 
-def stamp(path: Path) -> tuple[int, int, int]:
-    """Numbers that change when the file does: size and times, or size and checksum of one inside a zip.
+class Stamp(NamedTuple):
+    """What changes when a file does, without reading it."""
 
-    Raises OSError.
-    """
+    size: int  # bytes
+    marks: tuple[int, int, int]  # size and times, or size and checksum of a file inside a zip
+    written: int  # ns since 1970; 0 where the marks do not hang on a clock
+
+
+def stamp(path: Path) -> Stamp:
+    """Raises OSError."""
     try:
         found = os.stat(path)
     except NotADirectoryError:
@@ -149,6 +154,7 @@ def stamp(path: Path) -> tuple[int, int, int]:
             info = open_archive(inside[0]).members[inside[1]]
         except (KeyError, ArchiveError) as error:
             raise FileNotFoundError(2, "not in the zip", str(path)) from error
-        return info.file_size, info.CRC, info.compress_size
+        return Stamp(info.file_size, (info.file_size, info.CRC, info.compress_size), 0)
     # The time of the last change of the inode tells of files that were replaced with their old time and size.
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    marks = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return Stamp(found.st_size, marks, max(found.st_mtime_ns, found.st_ctime_ns))

@@ -7,11 +7,11 @@ relative paths, then of the resolutions: the same on every machine.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -19,7 +19,8 @@ from bootstrap.archives import ArchiveError, is_zip
 from bootstrap.buckets import bucket_of, cropped_away
 from bootstrap.captions import Sidecars, decode_text, looks_like_choices, shown, with_trigger
 from bootstrap.folders import Folder, named_repeats, walk
-from bootstrap.images import ImageError, ImageFacts, inspect
+from bootstrap.images import ImageFacts
+from bootstrap.inspection import Remembered, look_at_all
 from bootstrap.plan import DataSummary
 from bootstrap.volume import Volume
 from jobs.problem import JobError, Problem
@@ -36,7 +37,6 @@ TEXT_ENDINGS = frozenset(
 )
 LISTS_OF_CAPTIONS = frozenset(("metadata", "captions", "caption", "prompts", "labels"))
 MOST_CROPPED = 0.5  # beyond this share of a picture's area, the crop is worth a note
-DECODERS = 16  # threads at most: each holds one decoded picture
 PROGRESS_SECONDS = 2.0
 
 
@@ -58,11 +58,25 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one entry of the job has brought."""
+
+    path: str  # as the job has it
+    images: int
+    captions: int  # images with a caption of their own
+    repeats: tuple[int, int]  # least and most of its images, its folders' names counted in
+    buckets: int
+    per_epoch: int  # images in an epoch, each resolution counted
+    skipped: int  # pictures that cannot be used
+
+
+@dataclass(frozen=True)
 class Dataset:
     items: tuple[Item, ...]
     images: int
     captions: int  # images with a caption file of their own
     notes: tuple[str, ...]  # lines for people
+    parts: tuple[Part, ...]  # one for each entry of the job
 
     def summary(self) -> DataSummary:
         counts: Counter[tuple[int, int]] = Counter()
@@ -72,10 +86,13 @@ class Dataset:
         return DataSummary(images=self.images, items_per_epoch=sum(counts.values()), buckets=buckets)
 
 
-def scan(job: Job, volume: Volume, progress: Progress | None = None) -> Dataset:
-    """Every picture of every dataset entry. Raises JobError with all that is wrong with any of them."""
+def scan(job: Job, volume: Volume, progress: Progress | None = None, *, remember: bool = False) -> Dataset:
+    """Every picture of every dataset entry, decoded unless remembered; with ``remember`` the volume is written to.
+
+    Raises JobError with all that is wrong with any of them.
+    """
     entries = [
-        _Entry(job, volume, entry, f"datasets[{index}]", progress or (lambda line: None))
+        _Entry(job, volume, entry, f"datasets[{index}]", progress or (lambda line: None), remember)
         for index, entry in enumerate(job.datasets)
     ]
     for entry in entries:
@@ -87,6 +104,7 @@ def scan(job: Job, volume: Volume, progress: Progress | None = None) -> Dataset:
         items=tuple(item for entry in entries for item in entry.items),
         images=sum(entry.images for entry in entries),
         captions=sum(entry.captions for entry in entries),
+        parts=tuple(entry.part() for entry in entries),
         notes=tuple(f"{entry.entry.path}: {note}" for entry in entries for note in entry.notes),
     )
 
@@ -100,11 +118,13 @@ class _Entry:
     entry: DatasetEntry
     key: str
     progress: Progress
+    remember: bool
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     images: int = 0
     captions: int = 0
+    skipped: int = 0
     stray: list[str] = field(default_factory=list)  # text files that belong to no image
     likely: list[str] = field(default_factory=list)  # those of them whose names look like captions
     # What is said of pictures -> their names: a note tells of all of them at once.
@@ -123,37 +143,66 @@ class _Entry:
         self.notes += tree.notes
         if tree.ignored:
             self.notes.append(f"{tree.ignored} hidden or system files ignored")
-        facts = self._inspect(tree.folders)
+        facts = self._inspect(root, tree.folders)
         if not facts and not self.problems:
-            self.problems.append(_no_images(self.entry.path, root, tree.folders, f"{self.key}.path"))
+            why = _no_images(self.entry.path, root, tree.folders, f"{self.key}.path")
+            if self.skipped:
+                why = Problem(
+                    f"not one of the {self.skipped} pictures in {self.entry.path!r} can be used", key=self.key
+                )
+            self.problems.append(why)
             return
         for folder in tree.folders:
-            self._take(folder, {name: facts[folder, name] for name in folder.files if (folder, name) in facts})
-        self._tell_repeats(root, tree.folders, facts)
+            self._take(folder, facts.get(folder.name, {}))
+        self._tell_repeats(root, facts, tree.folders)
+        self.images = len({item.path for item in self.items}) if self.items else 0
         self._tell_captions()
         self.notes += [f"{said}: {shown(names)}" for said, names in self.said.items()]
 
-    def _inspect(self, folders: Sequence[Folder]) -> dict[tuple[Folder, str], ImageFacts]:
-        """Decodes every picture, several at a time; damaged ones become problems."""
+    def _inspect(self, root: Path, folders: Sequence[Folder]) -> dict[str, dict[str, ImageFacts]]:
+        """The good pictures by folder and name; what is wrong with the others is told."""
         files = [(f, name) for f in folders for name in f.files if Path(name).suffix.lower() not in TEXT_ENDINGS]
-        facts: dict[tuple[Folder, str], ImageFacts] = {}
+        facts: dict[str, dict[str, ImageFacts]] = defaultdict(dict)
         foreign: list[str] = []
         told = time.monotonic()
-        with ThreadPoolExecutor(min(DECODERS, len(os.sched_getaffinity(0)))) as pool:
-            for done, (file, found) in enumerate(zip(files, pool.map(_inspect_file, files), strict=True), start=1):
-                if isinstance(found, ImageFacts):
-                    facts[file] = found
-                elif found is None:
-                    foreign.append(_below(*file))
+        key = hashlib.sha256(os.fsencode(_from_volume(root, self.volume))).hexdigest()[:32]
+        file = self.volume.cache / "pictures" / f"{key}.json"
+        with Remembered(file, root, writes=self.remember) as remembered:
+            paths = [folder.path / name for folder, name in files]
+            looked = zip(files, look_at_all(paths, remembered), strict=True)
+            for done, ((folder, name), found) in enumerate(looked, start=1):
+                if found.facts:
+                    facts[folder.name][name] = found.facts
+                elif found.problem:
+                    self._cannot_use(_below(folder, name), found.problem)
                 else:
-                    remedy = "Replace it or delete it"
-                    self.problems.append(Problem(f"{_below(*file)}: {found}", remedy, self.key))
+                    foreign.append(_below(folder, name))
                 if time.monotonic() - told > PROGRESS_SECONDS:
                     told = time.monotonic()
                     self.progress(f"{self.entry.path}: checked {done}/{len(files)} images")
         if foreign:
             self.notes.append(f"{len(foreign)} files that are no images ignored: {shown(foreign)}")
         return facts
+
+    def _cannot_use(self, name: str, why: str, remedy: str = "Replace it or delete it") -> None:
+        """A picture that training must do without: a problem, or a note where the job says to skip it."""
+        if self.job.bad_images == "skip":
+            self.skipped += 1
+            self.notes.append(f"skipped {name}: {why}")
+        else:
+            self.problems.append(Problem(f"{name}: {why}", f"{remedy}, or write bad_images: skip", self.key))
+
+    def part(self) -> Part:
+        repeats = [item.repeats for item in self.items]
+        return Part(
+            path=self.entry.path,
+            images=self.images,
+            captions=self.captions,
+            repeats=(min(repeats, default=0), max(repeats, default=0)),
+            buckets=len({item.bucket for item in self.items}),
+            per_epoch=sum(repeats),
+            skipped=self.skipped,
+        )
 
     def _take(self, folder: Folder, facts: dict[str, ImageFacts]) -> None:
         """Adds the items of one folder, and notes the text files there that belong to none of them."""
@@ -199,20 +248,15 @@ class _Entry:
         """One item for each bucket that the picture has at the resolutions asked for."""
         path = _from_volume(folder.path / name, self.volume)
         if not _is_utf8(path):
-            self.problems.append(Problem(f"{_below(folder, name)}: its name is not UTF-8", "Rename it", self.key))
+            self._cannot_use(_below(folder, name), "its name is not UTF-8", "Rename it")
             return
         resolutions = sorted(self.entry.resolutions or self.job.resolutions)
         step, upscale = self.job.bucket_step, self.job.upscale
         found = [bucket_of(image.width, image.height, resolution, step, upscale) for resolution in resolutions]
         buckets = list(dict.fromkeys(bucket for bucket in found if bucket is not None))
         if not buckets:
-            self.problems.append(
-                Problem(
-                    f"{_below(folder, name)}: {image.width} x {image.height} px is less than one bucket_step ({step})",
-                    "Delete it, or set upscale: true",
-                    self.key,
-                )
-            )
+            why = f"{image.width} x {image.height} px is less than one bucket_step ({step})"
+            self._cannot_use(_below(folder, name), why, "Delete it, set upscale: true")
         for bucket in buckets:
             if cropped_away(image.width, image.height, bucket) > MOST_CROPPED:
                 self.said[f"so long that more than half is cropped away at {bucket[0]} x {bucket[1]}"].append(
@@ -230,11 +274,12 @@ class _Entry:
                 )
             )
 
-    def _tell_repeats(self, root: Path, folders: Sequence[Folder], facts: dict[tuple[Folder, str], ImageFacts]) -> None:
-        counts = Counter(folder for folder, _ in facts)
+    def _tell_repeats(
+        self, root: Path, facts: Mapping[str, Mapping[str, ImageFacts]], folders: Sequence[Folder]
+    ) -> None:
         for folder in folders:
-            if folder.name and folder.repeats > 1 and counts[folder]:
-                self.notes.append(f"{folder.name}: {counts[folder]} images, {folder.repeats} repeats by its name")
+            if folder.name and folder.repeats > 1 and (count := len(facts.get(folder.name, ()))):
+                self.notes.append(f"{folder.name}: {count} images, {folder.repeats} repeats by its name")
         own = named_repeats(root.name)
         if own and own[0] > 1 and self.entry.repeats == 1:
             self.notes.append(
@@ -282,14 +327,6 @@ def _from_volume(path: Path, volume: Volume) -> str:
         return str(PurePosixPath(path.relative_to(volume.root)))
     except ValueError:
         return str(path.absolute())
-
-
-def _inspect_file(file: tuple[Folder, str]) -> ImageFacts | str | None:
-    folder, name = file
-    try:
-        return inspect(folder.path / name)
-    except ImageError as error:
-        return str(error)
 
 
 def _missing(written: str, path: Path, volume: Volume, key: str) -> Problem:

@@ -128,7 +128,7 @@ def inspect(path: Path) -> ImageFacts | None:
     try:
         if ending not in IMAGE_ENDINGS | RAW_ENDINGS and image_format(read_file(path, 16)) is None:
             return None
-        if (size := stamp(path)[0]) > MOST_BYTES:
+        if (size := stamp(path).size) > MOST_BYTES:
             raise ImageError(f"its file has {size / 1e9:.1f} GB, and {MOST_BYTES / 1e9:.0f} GB is the most")
         data = read_file(path)
     except OSError as error:

@@ -20,6 +20,7 @@ from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
 from bootstrap.state import list_states, resume_problems
 from bootstrap.volume import Volume
+from entrypoint.data_table import render_data
 from jobs import yaml12
 from jobs.load import load_job
 from jobs.problem import JobError, Problem
@@ -107,6 +108,7 @@ def _data(job: Job, volume: Volume) -> tuple[DataSummary, tuple[Problem, ...]]:
         return UNKNOWN_DATA, error.problems
     for note in dataset.notes:
         print(textwrap.fill(f"data: {note}", WIDTH, subsequent_indent="  "))
+    print(render_data(dataset))
     return dataset.summary(), ()
 
 

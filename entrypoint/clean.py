@@ -29,9 +29,9 @@ DAYS = 7.0  # what was used within a week is likely to be used again
 LEFT = 1.0  # days after which what an interrupted write left is nobody's: a save or a fetch takes minutes or hours
 DAY = 86400.0
 ACTIVE = ("preparing", "training", "stopping")
-# Folders below cache/ that programs fill: compiled kernels and what libraries download. Not huggingface/ as a whole,
-# where a login may lie, and not tmp/, which running programs use.
-FOLDERS = ("inductor", "triton", "cuda", "torch", "xdg", "huggingface/hub", "huggingface/xet")
+# Folders below cache/ that programs fill: what is known of pictures, compiled kernels, what libraries download. Not
+# huggingface/ as a whole, where a login may lie, and not tmp/, which running programs use.
+FOLDERS = ("pictures", "inductor", "triton", "cuda", "torch", "xdg", "huggingface/hub", "huggingface/xet")
 
 
 @dataclass(frozen=True)

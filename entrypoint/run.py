@@ -40,6 +40,7 @@ from bootstrap.volume import RunFolder, Volume, remove_parts, write_atomically
 from bootstrap.volume_probe import probe_volume
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
+from entrypoint.data_table import render_data
 from entrypoint.ended import already_done, output_of
 from entrypoint.launch import (
     PARENT,
@@ -258,9 +259,10 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
     running.preparing("data: looking through the pictures")
-    dataset = scan(job, volume, running.say)
+    dataset = scan(job, volume, running.say, remember=True)
     for note in dataset.notes:
         running.say(f"data: {note}")
+    running.say(render_data(dataset))
     plan = make_plan(job, pod, weights.shape, dataset.summary())
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)

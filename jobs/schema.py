@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from jobs.values import (
     Address,
     AnyText,
+    BadImages,
     BucketStep,
     Count,
     FilePath,
@@ -352,6 +353,12 @@ class Job(Section):
         64,
         doc="Sides of the training sizes are multiples of this, itself a multiple of 16.",
         why="Few different sizes, and little is cropped.",
+    )
+    bad_images: BadImages = key(
+        "fail",
+        doc="What to do when a picture cannot be used (damaged, disguised, absurdly small): fail names them all and "
+        "stops, skip trains without them and names them.",
+        why="A picture that is missing without a word is missed too late.",
     )
     upscale: Switch = key(
         False,

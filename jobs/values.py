@@ -275,6 +275,7 @@ TimestepSampling = Annotated[
     one_of(*TIMESTEP_SAMPLINGS),
 ]
 WhenDone = Annotated[Literal["idle", "stop", "terminate"], one_of("idle", "stop", "terminate")]
+BadImages = Annotated[Literal["fail", "skip"], one_of("fail", "skip")]
 Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
 StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
 Optimizer = Annotated[

@@ -236,3 +236,34 @@ def test_progress_is_told(volume: Volume, folder: Path, monkeypatch: pytest.Monk
     lines: list[str] = []
     scan(job(), volume, lines.append)
     assert lines == ["datasets/d: checked 1/2 images", "datasets/d: checked 2/2 images"]
+
+
+def test_bad_images_are_skipped_where_the_job_says_so(volume: Volume, folder: Path) -> None:
+    picture(folder / "good.jpg", caption="good")
+    picture(folder / "small.png", (40, 40))
+    picture(folder / "icon.png", (8, 8))
+    (folder / "page.jpg").write_text("<html>404</html>")
+    strict = problems(job(bucket_step=64), volume)
+    assert len(strict) == 3
+    assert all("or write bad_images: skip" in problem for problem in strict)
+    data = scan(job(bucket_step=64, bad_images="skip"), volume)
+    assert names(data) == ["good.jpg"]
+    assert (data.images, data.parts[0].images, data.parts[0].skipped) == (1, 1, 3)
+    skipped = [note for note in data.notes if "skipped" in note]
+    for words in ("icon.png: 8 x 8 px is too small", "page.jpg: a web page", "small.png: 40 x 40 px is less than"):
+        assert any(words in note for note in skipped), words
+
+
+def test_skipping_all_is_a_problem(volume: Volume, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "page.jpg").write_text("<html>404</html>")
+    (found,) = problems(job(bad_images="skip"), volume)
+    assert "not one of the 1 pictures in 'datasets/d' can be used" in found
+
+
+def test_what_is_known_of_pictures_is_kept_on_the_volume(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.png")
+    scan(job(), volume)
+    assert not (volume.cache / "pictures").exists()
+    scan(job(), volume, remember=True)
+    assert len(list((volume.cache / "pictures").iterdir())) <= 1
