@@ -1,7 +1,7 @@
 """What the Hugging Face hub says about a repository, and its refusals in words that tell what to do.
 
 ``huggingface_hub`` reads HF_ENDPOINT and its other settings when it is imported, so it is imported inside functions,
-in the process that ``bootstrap.download`` starts for a fetch.
+in the processes that ``bootstrap.transfers`` starts for a fetch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from bootstrap.outcome import AccessError
 
@@ -48,16 +49,18 @@ def without_token(text: str, token: str | None) -> str:
     return text.replace(token, "<HF_TOKEN>") if token else text
 
 
-def list_files(repo: str, revision: str, token: str | None) -> tuple[str, tuple[RemoteFile, ...]]:
-    """The commit that ``revision`` is now, and its files. Raises what huggingface_hub does: ``explain`` tells it.
+def list_files(repo: str, revision: str, token: str | None, kind: str = "model") -> tuple[str, tuple[RemoteFile, ...]]:
+    """The commit that ``revision`` is now, and its files; ``kind`` is model or dataset.
+
+    Raises what huggingface_hub does: ``explain`` tells it.
 
     Access is asked first: of a gated repository the list is public and only the files are refused.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token or False)  # False: no login saved on this machine is used in its place
-    api.auth_check(repo)
-    info = api.model_info(repo, revision=revision, files_metadata=True)
+    api.auth_check(repo, repo_type=kind)
+    info: Any = api.repo_info(repo, repo_type=kind, revision=revision, files_metadata=True)
     assert info.sha is not None
     files = tuple(
         RemoteFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None, file.blob_id)
@@ -102,6 +105,20 @@ def is_passing(error: BaseException) -> bool:
         if type(cause).__module__.startswith("httpx"):
             return True
     return False
+
+
+def retry_after(error: BaseException) -> float:
+    """Seconds that the server asks to wait before the next request; 0 where it asks nothing."""
+    response = getattr(error, "response", None) or error
+    text = (getattr(response, "headers", None) or {}).get("Retry-After") or ""
+    return float(text) if text.isdigit() else 0.0
+
+
+def shown_address(url: str) -> str:
+    """``url`` fit for a log: a login or a signature in it is as good as a password."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}" + ("?..." if parts.query else "")
 
 
 def _causes(error: BaseException) -> list[BaseException]:

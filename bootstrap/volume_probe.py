@@ -233,6 +233,12 @@ def used_bytes(root: Path, limit: float = COUNT_SECONDS) -> int | None:
     return total
 
 
+def room(root: Path, environment: Mapping[str, str] = os.environ) -> int:
+    """Bytes that may still be written below ``root``: what the file system says, and what the stated quota leaves."""
+    quota = _stated_quota(environment, [])
+    return _free(root) if quota is None else min(_free(root), max(0, quota - (used_bytes(root) or 0)))
+
+
 def _free(root: Path) -> int:
     try:
         room = os.statvfs(root)

@@ -27,8 +27,10 @@ from bootstrap.base_files import (
     tokenizer_beside,
 )
 from bootstrap.bases import EMBEDDED, HUB, Base, parse_base, scheduler_settings, wrong
-from bootstrap.download import Progress, fetch_repo, find_fetched
+from bootstrap.download import fetch_repo
 from bootstrap.flux_shape import FluxShape
+from bootstrap.manifest import find_fetched
+from bootstrap.transfers import Say
 from bootstrap.volume import Volume, read_json, write_json
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
@@ -78,7 +80,7 @@ def peek_shape(base: str, volume: Volume) -> FluxShape | None:
     return shape_of_config(needed_file(found.path / "transformer" / "config.json", "base"))
 
 
-def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Progress) -> Weights:
+def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Say) -> Weights:
     """Everything the job's base consists of, fetched or made if need be, and checked.
 
     ``token`` is HF_TOKEN as it stands in the environment. Raises JobError (base not found, no FLUX, parts that do not
@@ -93,7 +95,7 @@ def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Progres
     sums: Mapping[str, str] = {}
     if base.kind == "hub":
         folder, manifest = fetch_repo(base.repo, base.revision, volume.models, token, progress)
-        sums = {path: sha for path, (_, sha) in manifest.files.items()}
+        sums = {path: file.sha256 for path, file in manifest.files.items() if file.sha256}
         return _of_folder(folder, manifest.commit, sums, volume, progress)
     assert base.path is not None
     if base.kind == "embedded" and not base.path.is_dir():
@@ -101,7 +103,7 @@ def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Progres
     return _of_folder(base.path, "", sums, volume, progress)
 
 
-def _make_embedded(base: Base, progress: Progress) -> None:
+def _make_embedded(base: Base, progress: Say) -> None:
     """In a process of its own: torch and diffusers stay out of the one that runs the pod."""
     progress(f"making {base.name}")
     command = [sys.executable, "-m", "bootstrap.flux_tiny", str(base.path)]
@@ -115,7 +117,7 @@ def _make_embedded(base: Base, progress: Progress) -> None:
 # ---- the two layouts ----
 
 
-def _of_folder(folder: Path, commit: str, sums: Mapping[str, str], volume: Volume, progress: Progress) -> Weights:
+def _of_folder(folder: Path, commit: str, sums: Mapping[str, str], volume: Volume, progress: Say) -> Weights:
     folder = folder.absolute()
     config = needed_file(folder / "transformer" / "config.json", "base")
     shape = shape_of_config(config)
@@ -130,7 +132,7 @@ def _of_folder(folder: Path, commit: str, sums: Mapping[str, str], volume: Volum
     )  # fmt: skip
 
 
-def _of_single_file(base: Base, job: Job, volume: Volume, progress: Progress) -> Weights:
+def _of_single_file(base: Base, job: Job, volume: Volume, progress: Say) -> Weights:
     assert base.path is not None
     path = base.path.absolute()
     missing = [key for key, value in (("vae", job.vae), ("text_encoders", job.text_encoders)) if not value]
@@ -161,7 +163,7 @@ def _assemble(
     parts: tuple[Path, Path, Path, Path, Path],
     shape: FluxShape,
     volume: Volume,
-    progress: Progress,
+    progress: Say,
     *,
     sums: Mapping[Path, str],
     **rest: Any,
@@ -204,7 +206,7 @@ def _fingerprint(paths: Iterable[Path]) -> str:
     return sha.hexdigest()[:40]
 
 
-def _digest(parts: tuple[Path, ...], sums: Mapping[Path, str], volume: Volume, progress: Progress) -> str:
+def _digest(parts: tuple[Path, ...], sums: Mapping[Path, str], volume: Volume, progress: Say) -> str:
     """Over the content of every file of the parts. ``sums`` are those known from the hub; the others are read once and
     remembered, by path, size and time, in the cache."""
     memory = volume.cache / "digests.json"

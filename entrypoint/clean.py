@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bootstrap.bases import EMBEDDED
-from bootstrap.download import MANIFEST, Manifest
+from bootstrap.manifest import MANIFEST, Manifest
 from bootstrap.outcome import DONE, Outcome
 from bootstrap.state import OPTIMIZER_FILE, State, list_states, thin
 from bootstrap.volume import RunFolder, Volume, read_json
@@ -117,7 +117,7 @@ def _models(volume: Volume, bases: set[str] | None, now: float) -> Iterator[Remo
             continue
         for folder in filter(Path.is_dir, _entries(repo)):
             manifest = Manifest.read(folder)
-            if folder.name.startswith(".") and folder.name.endswith(".part") and "--" in repo.name:
+            if manifest and not manifest.complete:
                 if _age(folder, now) >= LEFT:
                     yield _tree("models", folder, "a fetch that was not finished", now)
             elif manifest and bases is not None and not _is_wanted(manifest, bases):

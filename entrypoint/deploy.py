@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.outcome import ACCESS_REFUSED, CRASH, DONE, JOB_WRONG
-from entrypoint.environment import is_secret
 from entrypoint.platform import PlatformError, RunPod, read_keys
 from jobs.load import LoadedJob, load_job
 from jobs.problem import JobError, Problem
+from jobs.secret import is_secret
 
 MOUNT = "/workspace"
 PORTS = ("22/tcp", "7860/http", "8888/http")  # ssh, page, JupyterLab

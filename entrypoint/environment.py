@@ -22,6 +22,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from jobs.secret import is_secret
+
 RUN = Path("/run/fluxpod")  # this container's own; `login`, `notes.json` and `temporary` below it
 
 # Everything that grows, and where below the volume it goes unless the user says otherwise.
@@ -41,11 +43,6 @@ PASSWORDS = ("FLUXPOD_PASSWORD", "JUPYTER_PASSWORD")
 
 # A shell on the pod downloads from the hub. It calls no platform and knows no password.
 SHELL_SECRETS = ("HF_TOKEN",)
-# Addresses of messages (jobs.values.ADDRESS_WORDS) are among them: who knows one can write there.
-_SECRET = re.compile(
-    r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)"
-    r"|.*(NTFY|DISCORD|SLACK|WEBHOOK|NOTIFY).*|FLUXPOD_JOB"
-)
 _OF_THE_SHELL = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_", "container"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MISSING_SECRET = re.compile(r"\{\{\s*RUNPOD_SECRET_([^\s{}]*)\s*\}\}")
@@ -171,11 +168,6 @@ def read_seconds(environ: Mapping[str, str], name: str, default: float, least: f
         print(f"{name}={text} is not a number of seconds of at least {least:g}; {used:g} is used", flush=True)
         return used
     return seconds
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name holds something that not every program needs to know."""
-    return bool(_SECRET.fullmatch(name.upper()))
 
 
 # --- Shells -----------------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootstrap import clocks
+from bootstrap.lease import RENEW, STALE
 from bootstrap.plan import Plan
 from bootstrap.processes import living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
-from entrypoint.environment import is_secret, read_seconds
-from entrypoint.lease import RENEW, STALE
+from entrypoint.environment import read_seconds
+from jobs.secret import is_secret
 
 LOOK_EVERY = 0.2  # seconds between two looks at a child
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from entrypoint.environment import PORTS, RUN, SHELL_SECRETS, is_secret
+from entrypoint.environment import PORTS, RUN, SHELL_SECRETS
+from jobs.secret import is_secret
 
 
 def settings(environ: Mapping[str, str], hashed_password: str) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from bootstrap import clocks
+from bootstrap.lease import LeaseWatch
 from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Pod, read_pod
 from bootstrap.quiet import QuietWatch
@@ -31,7 +32,6 @@ from entrypoint.ended import already_done
 from entrypoint.environment import read_seconds
 from entrypoint.job_files import JobFile, JobFolder
 from entrypoint.launch import PARENT, SHARE, Stop, stale_seconds
-from entrypoint.lease import LeaseWatch
 from entrypoint.notify import notify_of, unset
 from entrypoint.status import Status, StatusFile
 from entrypoint.telling import Telling

@@ -20,6 +20,7 @@ from pathlib import Path
 from bootstrap import clocks
 from bootstrap.cache import Cache, wanted_latents, wanted_texts, with_keys
 from bootstrap.dataset import Item, scan
+from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.outcome import (
     ACCESS_REFUSED,
     CRASH,
@@ -55,7 +56,6 @@ from entrypoint.launch import (
     stale_seconds,
     trainer_command,
 )
-from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, StatusFile
 from jobs.load import LoadedJob, load_job, read_text

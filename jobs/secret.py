@@ -26,6 +26,18 @@ _TOKEN = re.compile(
 )
 _NAME = re.compile(r"(?:^|_)(?:token|password|passwd|secret|api_?key|access_?key)$", re.IGNORECASE)
 
+# Variables of the environment. Addresses of messages (jobs.values.ADDRESS_WORDS) are among them: who knows one can
+# write there.
+_VARIABLE = re.compile(
+    r".*(TOKEN|KEY|KEY_ID|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|_PAT|_AUTH)"
+    r"|.*(NTFY|DISCORD|SLACK|WEBHOOK|NOTIFY).*|FLUXPOD_JOB"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds something that not every program needs to know."""
+    return bool(_VARIABLE.fullmatch(name.upper()))
+
 
 def find(text: str) -> Iterator[int]:
     """Where in ``text`` secrets begin, remarks included."""

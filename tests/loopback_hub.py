@@ -12,7 +12,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,23 +36,24 @@ class Repo:
     readers: tuple[str, ...] = ()  # tokens whose accounts accepted the licence
     wrong_bytes: set[str] = field(default_factory=set)  # paths whose content is served spoilt, in its right size
 
-    def files(self) -> dict[str, bytes]:
-        return {
-            path.relative_to(self.folder).as_posix(): path.read_bytes()
-            for path in sorted(self.folder.rglob("*"))
-            if path.is_file()
-        }
+    def files(self) -> dict[str, Path]:
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return {path.relative_to(self.folder).as_posix(): path for path in paths}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An answer given in place of the right one to requests whose path ``match``es, ``times`` times (None: always)."""
+    """An answer given in place of the right one to requests whose "METHOD /path" ``match``es."""
 
     match: str
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    stall: float = 0.0  # seconds of silence in mid-body
+    stall: float = 0.0  # seconds of silence in mid-body, after which the connection ends
     cut: bool = False  # the connection ends in mid-body
+    share: float = 1 / 3  # of the body that comes before
+    spoil: bool = False  # a byte of the body is another
+    whole: bool = False  # 200 and the whole file where a range was asked
+    rate: float = 0.0  # bytes a second
 
 
 class LoopbackHub:
@@ -63,6 +66,7 @@ class LoopbackHub:
         self.requests: list[str] = []
         self.authorizations: set[str] = set()
         self.faults: list[tuple[Fault, list[int]]] = []
+        self._counting = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         port = self._server.server_address[1]
@@ -81,14 +85,16 @@ class LoopbackHub:
         self.faults.append((fault, [times]))
 
     def fault_for(self, path: str) -> Fault | None:
-        for fault, left in self.faults:
-            if left[0] > 0 and re.search(fault.match, path):
-                left[0] -= 1
-                return fault
+        with self._counting:
+            for fault, left in self.faults:
+                if left[0] > 0 and re.search(fault.match, path):
+                    left[0] -= 1
+                    return fault
         return None
 
 
-Answer = tuple[int, dict[str, str], bytes]
+Body = bytes | Path
+Answer = tuple[int, dict[str, str], Body]
 
 
 def _error(status: int, code: str, message: str) -> Answer:
@@ -113,15 +119,15 @@ def _refusal(hub: LoopbackHub, name: str, repo: Repo | None, token: str | None) 
 def _answer(hub: LoopbackHub, path: str, token: str | None) -> Answer:
     if found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
         return 200, {}, _content(hub.repos[found[1]], found[2])
-    if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check", path):
+    if found := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/auth-check", path):
         return _refusal(hub, found[1], hub.repos.get(found[1]), token) or (200, {}, b"{}")
-    if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", path):
+    if found := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/(revision|tree)/(.+)", path):
         repo = hub.repos.get(found[1])
         if repo is None:  # the list of a gated repository is public
             return _refusal(hub, found[1], repo, token) or (500, {}, b"")
         if found[3] not in (*repo.revisions, repo.commit):
             return _error(404, "RevisionNotFound", f"Invalid rev id: {found[3]}")
-        listing: Any = [_entry(name, content) for name, content in repo.files().items()]
+        listing: Any = [_entry(name, file) for name, file in repo.files().items()]
         if found[2] == "revision":
             siblings = [
                 {("rfilename" if k == "path" else "blobId" if k == "oid" else k): v for k, v in e.items()}
@@ -135,7 +141,7 @@ def _answer(hub: LoopbackHub, path: str, token: str | None) -> Answer:
                 "siblings": siblings,
             }
         return 200, {"Content-Type": "application/json"}, json.dumps(listing).encode()
-    if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+    if found := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
         return _resolve(hub, found[1], found[2], found[3], token)
     return _error(404, "", "No such page")
 
@@ -149,26 +155,43 @@ def _resolve(hub: LoopbackHub, name: str, revision: str, file: str, token: str |
         return _error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
     if not (repo.folder / file).is_file():
         return _error(404, "EntryNotFound", "Entry not found")
-    content = (repo.folder / file).read_bytes()
-    entry = _entry(file, content)
+    entry = _entry(file, repo.folder / file)
     headers = {"X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
     if "lfs" not in entry:
         return 200, headers | {"ETag": f'"{entry["oid"]}"'}, _content(repo, file)
-    linked = {"X-Linked-Etag": f'"{entry["lfs"]["sha256"]}"', "X-Linked-Size": str(len(content))}
+    linked = {"X-Linked-Etag": f'"{entry["lfs"]["sha256"]}"', "X-Linked-Size": str(entry["size"])}
     return 302, headers | linked | {"Location": f"{hub.cdn}/{name}/{file}"}, b""
 
 
-def _content(repo: Repo, file: str) -> bytes:
-    content = (repo.folder / file).read_bytes()
-    return content[:-1] + bytes([content[-1] ^ 1]) if file in repo.wrong_bytes else content
+def _content(repo: Repo, file: str) -> Body:
+    path = repo.folder / file
+    return _spoilt(path.read_bytes()) if file in repo.wrong_bytes else path
 
 
-def _entry(path: str, content: bytes) -> dict[str, Any]:
-    blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
-    if len(content) >= LFS_FROM:
-        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+def _spoilt(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def _entry(name: str, file: Path) -> dict[str, Any]:
+    found = file.stat()
+    size, blob, sha256 = _sums(file, found.st_size, found.st_mtime_ns)
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": size, "oid": blob}
+    if size >= LFS_FROM:
+        entry["lfs"] = {"sha256": sha256, "size": size, "pointerSize": 134}
     return entry
+
+
+@lru_cache(maxsize=1000)
+def _sums(file: Path, size: int, modified: int) -> tuple[int, str, str]:
+    """Size, git's blob id and sha256. ``modified`` only tells an edited file from what it was."""
+    sha1 = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    sha256 = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(1 << 24):
+            sha256.update(block)
+            if size < LFS_FROM:
+                sha1.update(block)
+    return size, sha1.hexdigest(), sha256.hexdigest()
 
 
 def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
@@ -193,25 +216,44 @@ def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
 
         def _send(self, answer: Answer, fault: Fault | None) -> None:
             status, headers, body = answer
-            if (wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) and status == 200:
-                first, last = int(wanted[1]), int(wanted[2] or len(body) - 1)
-                headers = headers | {"Content-Range": f"bytes {first}-{last}/{len(body)}"}
-                status, body = 206, body[first : last + 1]
+            size = body.stat().st_size if isinstance(body, Path) else len(body)
+            first, last = 0, size - 1
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if wanted and status == 200 and not (fault and fault.whole):
+                first, last = int(wanted[1]), int(wanted[2] or size - 1)
+                headers = headers | {"Content-Range": f"bytes {first}-{last}/{size}"}
+                status = 206
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(last + 1 - first))
             self.end_headers()
-            if self.command == "HEAD":
+            self.wfile.flush()
+            if self.command == "HEAD" or last < first:
                 return
-            if fault:
-                self.wfile.write(body[: len(body) // 3])
+            with suppress(ConnectionError):
+                if fault is None and isinstance(body, Path):
+                    with body.open("rb") as file:
+                        self.connection.sendfile(file, first, last + 1 - first)
+                    return
+                content = (body.read_bytes() if isinstance(body, Path) else body)[first : last + 1]
+                self._send_with(fault, content)
+
+        def _send_with(self, fault: Fault | None, content: bytes) -> None:
+            if fault and fault.spoil:
+                content = _spoilt(content)
+            if fault and (fault.stall or fault.cut):
+                self.wfile.write(content[: int(len(content) * fault.share)])
                 self.wfile.flush()
                 time.sleep(fault.stall)
-                if fault.cut or fault.stall:
-                    self.close_connection = True
-                    return
-            self.wfile.write(body)
+                self.close_connection = True
+            elif fault and fault.rate:
+                step = max(1, int(fault.rate / 20))
+                for start in range(0, len(content), step):
+                    self.wfile.write(content[start : start + step])
+                    time.sleep(step / fault.rate)
+            else:
+                self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: Any) -> None:
             """Quiet: ``requests`` holds what was asked."""

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.download import MANIFEST, Manifest, Patience, fetch_repo, find_fetched, wanted
+from bootstrap.download import fetch_repo, flux_files
 from bootstrap.hub import RemoteFile, clean_token
+from bootstrap.manifest import MANIFEST, Manifest, whole
 from bootstrap.outcome import AccessError
+from bootstrap.transfers import Patience
 from tests.loopback_hub import Fault, LoopbackHub, Repo
 
 REPO = "painter/flux"
@@ -60,7 +62,7 @@ def test_fetches_what_is_needed_and_then_asks_no_more(served: LoopbackHub, small
     assert "transformer/diffusion_pytorch_model.fp16.safetensors" not in here
     for path in manifest.files:
         assert (folder / path).read_bytes() == (small / path).read_bytes()
-    assert [path.name for path in folder.parent.glob(".*")] == [".lock"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert GOOD.encode() not in everything_under(tmp_path / "models")
     assert GOOD not in " ".join(lines)
     assert served.authorizations == {f"Bearer {GOOD}"}
@@ -156,7 +158,7 @@ def test_wrong_bytes_of_the_right_size_are_never_published(served: LoopbackHub, 
     served.repos[REPO].wrong_bytes.add(spoilt)
     with pytest.raises(AccessError, match=f"{spoilt} of {REPO} arrived twice with other bytes"):
         fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
-    assert find_fetched(tmp_path, REPO, "main") is None
+    assert whole(tmp_path, REPO, "main") is None
     assert not list(tmp_path.glob(f"*/*/{spoilt}"))
 
     served.repos[REPO].wrong_bytes.clear()
@@ -201,7 +203,7 @@ def test_a_lost_file_is_named_and_only_it_is_fetched(
         with pytest.raises(AccessError, match="Missing on the volume"):  # and again at the next start
             fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
     served.requests.clear()
-    assert fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE) == (folder, manifest)
+    assert fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)[0] == folder
     assert [request for request in served.requests if request.startswith("GET /painter")] == [
         f"GET /{REPO}/resolve/{folder.name}/vae/config.json"
     ]
@@ -213,7 +215,7 @@ def test_a_part_of_a_commit_that_is_no_longer_meant_goes(served: LoopbackHub, tm
         fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
     served.repos[REPO] = replace(served.repos[REPO], commit="f" * 40)
     folder, _ = fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
-    assert {path.name for path in folder.parent.iterdir()} == {".lock", "f" * 40}
+    assert {path.name for path in folder.parent.iterdir()} == {"f" * 40}
 
 
 def test_the_transfer_ends_with_who_asked_for_it(served: LoopbackHub, tmp_path: Path) -> None:
@@ -271,7 +273,7 @@ def test_a_malformed_token_is_refused_and_not_repeated(given: str) -> None:
     assert given not in str(caught.value)
 
 
-def test_wanted_takes_one_copy_of_the_transformer() -> None:
+def test_one_copy_of_the_transformer_is_taken() -> None:
     names = {
         "flux1-dev.safetensors": False,
         "ae.safetensors": False,
@@ -281,9 +283,12 @@ def test_wanted_takes_one_copy_of_the_transformer() -> None:
         "transformer/diffusion_pytorch_model.fp16.safetensors": False,
         "text_encoder_2/model.safetensors.index.json": True,
         "text_encoder/pytorch_model.bin": False,
+        "text_encoder/model.safetensors": True,
+        "vae/diffusion_pytorch_model.safetensors": True,
+        "scheduler/scheduler_config.json": True,
         "tokenizer/merges.txt": True,
         "tokenizer_2/spiece.model": True,
         "README.md": False,
     }
     files = tuple(RemoteFile(name, 1, None, None) for name in names)
-    assert [file.path for file in wanted(files)] == [name for name, taken in names.items() if taken]
+    assert [file.path for file in flux_files(REPO, files)] == [name for name, taken in names.items() if taken]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.download import Manifest, find_fetched
+from bootstrap.manifest import KnownFile, Manifest, find_fetched
 from bootstrap.outcome import DONE, JOB_WRONG, Outcome
 from bootstrap.state import list_states
 from bootstrap.volume import Volume
@@ -54,7 +54,9 @@ def write(path: Path, size: int, text: str = "") -> None:
 def fetch(volume: Volume, repo: str, commit: str = COMMIT) -> Path:
     folder = volume.models / repo.replace("/", "--") / commit
     write(folder / "transformer" / "model.safetensors", 20_000)
-    Manifest(repo, commit, ("main",), {"transformer/model.safetensors": (20_000, "0")}).write(folder)
+    Manifest(repo, commit, ("main",), {"transformer/model.safetensors": KnownFile(20_000, "0")}, complete=True).write(
+        folder
+    )
     return folder
 
 
@@ -167,7 +169,7 @@ def test_a_model_that_a_job_names_stays(volume: Volume, base: str) -> None:
 
 def test_an_older_commit_goes_when_the_branch_moved_on(volume: Volume) -> None:
     old = fetch(volume, DEV, "b" * 40)
-    Manifest(DEV, "b" * 40, ("v1",), {}).write(old)
+    Manifest(DEV, "b" * 40, ("v1",), {}, complete=True).write(old)
     age(volume.root, 30)
     assert f"models/black-forest-labs--FLUX.1-dev/{'b' * 40}" in names(volume)
 
@@ -181,12 +183,14 @@ def test_a_job_that_cannot_be_read_may_name_any_model(volume: Volume) -> None:
 
 def test_what_interrupted_writes_left(volume: Volume) -> None:
     left = [
-        volume.models / "a--b" / f".{COMMIT}.part" / "x",
+        volume.models / "a--b" / COMMIT / "transformer" / ".x.1234.part",
         volume.cache / ".shard-x.m.1-2.part",
         volume.run("flowers").states / ".step-000800.part" / "model.safetensors",
     ]
     for path in left:
         write(path, 10)
+    begun = Manifest("a/b", COMMIT, ("main",), {"transformer/x": KnownFile(20, "0")}, complete=False)
+    begun.write(volume.models / "a--b" / COMMIT)
     assert len(names(volume, days=0)) == len(OLD)  # they may still be written
     age(volume.root, 2)
     assert len(names(volume, days=1)) == len(OLD) + len(left)

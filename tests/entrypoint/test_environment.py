@@ -20,7 +20,6 @@ from entrypoint.environment import (
     changes,
     clean,
     exports,
-    is_secret,
     login_environment,
     make_temporary,
     own_temporary,
@@ -29,6 +28,7 @@ from entrypoint.environment import (
     set_up,
     write_login_environment,
 )
+from jobs.secret import is_secret
 
 TOKEN = "hf_" + "abcdEFGH" * 4
 ODD = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bootstrap import quiet
+from bootstrap.lease import Lease
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Gpu, Pod
 from bootstrap.volume import Volume, write_atomically, write_json
@@ -21,7 +22,6 @@ from entrypoint.attempts import Attempts, digest
 from entrypoint.end_of_work import EndOfWork
 from entrypoint.job_files import JobFile
 from entrypoint.launch import SHARE
-from entrypoint.lease import Lease
 from entrypoint.pod import PodLoop, Waiting, choose
 from entrypoint.status import Status, StatusFile
 from entrypoint.when_done import Finish

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from bootstrap.bases import HUB
+from bootstrap.lease import Lease
 from bootstrap.outcome import JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.run_file import RunFile
 from bootstrap.state import list_states, newest_whole
 from bootstrap.volume import RunFolder, Volume
 from entrypoint.drawn import draw_dataset
-from entrypoint.lease import Lease
 from entrypoint.status import Status
 from tests.entrypoint.test_run import give_it_encoders, losses, status_of, write_sparse
 from tests.image import podman

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.volume import write_json
 from entrypoint import run
 from entrypoint.launch import Stop, stale_seconds
-from entrypoint.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from entrypoint.run import wait_for_lease
 
 
