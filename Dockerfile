@@ -15,12 +15,14 @@ FROM debian:bookworm-slim
 # ca-certificates: downloads over https.
 # python3, python3-venv: Debian 12's own Python 3.11; there is no other in the image.
 # gcc, libc6-dev, python3-dev: torch.compile builds its launchers at run time, on the pod.
+# fonts-dejavu-core: the captions on the sheet of `fluxpod check --preview`; Pillow's own letters are English only.
 # tini: PID 1 that reaps orphans and passes signals on.
 # openssh-server: a way in when PUBLIC_KEY is set. The host keys that its installation makes are removed, as every
 # container would have the same ones; start.sh makes them once for each volume.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates \
+        fonts-dejavu-core \
         gcc \
         libc6-dev \
         openssh-server \

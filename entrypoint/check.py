@@ -1,6 +1,6 @@
 """``fluxpod check``: what is wrong with a job, and how it would run here or on pods that are not there yet.
 
-Changes nothing on any disk and asks no network.
+Changes nothing on any disk, but for the sheet of pictures that ``--preview`` asks for, and asks no network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
 from bootstrap.state import list_states, resume_problems
 from bootstrap.volume import Volume
-from entrypoint.data_table import render_data
 from jobs import yaml12
 from jobs.load import load_job
 from jobs.problem import JobError, Problem
@@ -44,10 +43,11 @@ class NamedPod:
     price: float | None  # of the whole pod, per hour
 
 
-def check(job_path: Path, volume: Volume, pods: str | None = None) -> int:
+def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path | None = None) -> int:
     """Prints plan and problems; gives the exit code that running the job would end with now: 0, 64 or 65.
 
-    With ``pods``, 65 means that none of them fits.
+    With ``pods``, 65 means that none of them fits. ``preview`` is the file for the contact sheet; the empty path stands
+    for one beside the job's file.
     """
     try:
         loaded = load_job(job_path)
@@ -58,7 +58,9 @@ def check(job_path: Path, volume: Volume, pods: str | None = None) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}")
     base, problems = _base_shape(job, volume)
-    data, more = _data(job, volume)
+    if preview == Path():
+        preview = job_path.with_suffix(".preview.jpg")
+    data, more = _data(job, volume, preview)
     problems += more
     try:
         code = _compare(job, named, base, data) if named else _here(job, volume, base, data)
@@ -98,9 +100,11 @@ def _base_shape(job: Job, volume: Volume) -> tuple[FluxShape, tuple[Problem, ...
     return shape or FluxShape(), ()
 
 
-def _data(job: Job, volume: Volume) -> tuple[DataSummary, tuple[Problem, ...]]:
+def _data(job: Job, volume: Volume, preview: Path | None) -> tuple[DataSummary, tuple[Problem, ...]]:
     """What the data are, or nothing known and the reasons."""
-    from bootstrap.dataset import scan
+    from bootstrap.dataset import scan  # what reads pictures loads slowly
+    from entrypoint.data_table import render_data
+    from entrypoint.preview import write_preview
 
     try:
         dataset = scan(job, volume)
@@ -109,6 +113,11 @@ def _data(job: Job, volume: Volume) -> tuple[DataSummary, tuple[Problem, ...]]:
     for note in dataset.notes:
         print(textwrap.fill(f"data: {note}", WIDTH, subsequent_indent="  "))
     print(render_data(dataset))
+    if preview is not None:
+        try:
+            print(write_preview(job, dataset, volume, preview))
+        except OSError as error:
+            return dataset.summary(), (Problem(f"{preview} cannot be written: {error.strerror}", key="--preview"),)
     return dataset.summary(), ()
 
 

@@ -20,6 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = commands.add_parser("check", help="validate a job, show its plan; changes nothing")
     check.add_argument("job", type=Path, help="the job's YAML file")
     check.add_argument("--pods", help='plan for pods that are not here: "A40, L40S@0.86, 2xA100 80GB@3.28"')
+    check.add_argument(
+        "--preview",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="write a sheet of pictures as the trainer will see them (JOB.preview.jpg)",
+    )
     _volume_option(check)
 
     run = commands.add_parser("run", help="run one job to its end")
@@ -64,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "check":
         from entrypoint.check import check as check_job
 
-        return check_job(options.job, volume, options.pods)
+        return check_job(options.job, volume, options.pods, options.preview)
     if options.command == "run":
         from entrypoint.run import run_job
 
