@@ -58,8 +58,9 @@ format: $(STAMP) ## format the code and fix what ruff can fix
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
+# RESTARTS=100 TESTS=restarts: that many restarts of one container, a quarter of an hour.
 test-image: $(STAMP) ## build the real image with podman and run jobs in it (root; podman, buildah, runc, debootstrap)
-	@$(RUN) pytest tests/image
+	@$(RUN) pytest tests/image $(if $(TESTS),-k "$(TESTS)")
 
 # With docker, layers of earlier releases come from and go to the registry (IMAGE:cache), so that a release on any machine
 # moves megabytes; podman's own are on its machine. Log in first (`docker login`, `podman login`).

@@ -15,7 +15,7 @@ from bootstrap import estimate
 from bootstrap.estimate import Arrangement, Work, decimal, in_gib, in_time
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import find_gpu, has_bf16
-from bootstrap.pod import Gpu, Pod
+from bootstrap.pod import Gpu, Pod, lacks_shm
 from bootstrap.reasons import Choice as Choice
 from bootstrap.reasons import explain
 from bootstrap.ways import (
@@ -313,6 +313,12 @@ def _warn_pod(pod: Pod, work: Work, way: Arrangement, plan: Plan) -> list[str]:
             f"{plan.processes} process{'es' if plan.processes > 1 else ''} will need about {in_gib(need)} of RAM; this "
             f"container may use {in_gib(pod.memory)}. A process that ends with SIGKILL (-9) ran out of it: use fewer "
             "GPUs (gpus:) or a pod with more RAM."
+        )
+    if lacks_shm(plan.processes, pod.shm):
+        warnings.append(
+            f"/dev/shm has {in_gib(pod.shm)}, too little for the traffic of {plan.processes} GPUs through host memory: "
+            "NCCL is told to do without, which is slower where the GPUs have no direct link. Start the container with "
+            "--shm-size 1g or more."
         )
     room = usable_memory(tuple(gpu for gpu in pod.gpus if gpu.index in plan.gpus))
     if plan.memory_per_gpu > room:

@@ -23,6 +23,8 @@ MIB = 1 << 20
 FIELDS = ("index", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 MORE_FIELDS = ("uuid", "mig.mode.current")  # asked for last, so that a shorter answer still reads well
 NVIDIA_SMI_SECONDS = 60.0  # a cold driver with 8 GPUs needs up to 30 s; a card that fell off the bus hangs for ever
+# What NCCL puts into /dev/shm for a GPU that others reach through host memory: about four channels of a 9.6 MB segment.
+NCCL_SHM = 40 * MIB
 UNLIMITED = 1 << 60  # control groups of version 1 say "no limit" with a number near 2^63
 
 
@@ -62,8 +64,8 @@ def read_pod(
         gpus=gpus,
         cpus=read_cpus(root, environment),
         memory=read_memory(root, environment),
-        shm=_free_bytes(root / "dev/shm"),
-        disk_free=_free_bytes(volume),
+        shm=free_bytes(root / "dev/shm"),
+        disk_free=free_bytes(volume),
         notes=notes,
         cuda=torch_cuda(),
     )
@@ -73,6 +75,11 @@ def share_of(pod: Pod, gpus: int, total: int) -> Pod:
     """What a job may count on that has ``gpus`` of a pod's ``total`` while others run, or may start, on the rest."""
     cpus = max(1, pod.cpus * gpus // total)
     return replace(pod, cpus=cpus, memory=pod.memory * gpus // total, disk_free=pod.disk_free * gpus // total)
+
+
+def lacks_shm(processes: int, shm: int) -> bool:
+    """Whether NCCL, which dies of a full /dev/shm, must be told to do without it."""
+    return processes > 1 and shm < processes * NCCL_SHM
 
 
 # ---------------------------------------------------------------- GPUs
@@ -264,7 +271,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Free bytes of the file system that holds ``path``, or will hold it; 0 where that cannot be told."""
     for folder in (path, *path.absolute().parents):
         with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from bootstrap import clocks
 from bootstrap.lease import RENEW, STALE
 from bootstrap.plan import Plan
+from bootstrap.pod import free_bytes, lacks_shm
 from bootstrap.processes import living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
@@ -24,6 +25,7 @@ from entrypoint.environment import read_seconds
 from jobs.secret import is_secret
 
 LOOK_EVERY = 0.2  # seconds between two looks at a child
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class StillRunning(RuntimeError):
@@ -129,6 +131,8 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
         kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the plan's numbers are nvidia-smi's
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in plan.gpus)
         kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if lacks_shm(plan.processes, free_bytes(SHARED_MEMORY)):
+            kept.setdefault("NCCL_SHM_DISABLE", "1")
     return kept
 
 

@@ -149,7 +149,7 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
         if already_done(loaded, folder):  # by the other pod, while this one waited for it
             return _still_done(loaded.job, running)
         outcome = _outcome_of(loaded, running)
-        _tell(outcome, running)
+        _tell(outcome, loaded.job, running)
     return outcome.code
 
 
@@ -222,11 +222,12 @@ def _in_file(error: JobError, file: Path) -> JobError:
     return JobError([p if p.file else replace(p, file=file.name) for p in error.problems])
 
 
-def _tell(outcome: Outcome, running: Running) -> None:
+def _tell(outcome: Outcome, job: Job, running: Running) -> None:
     phase = PHASES.get(outcome.code, "failed")
     step = None if outcome.code == CRASH else outcome.step or None  # what crashed cannot say how far it was
     running.status.tell(phase, outcome.reason, step=step, code=outcome.code)
-    line = f"{phase}: {outcome.reason}"
+    where = f": {output_of(running.folder, job)}" if outcome.code == DONE else ""
+    line = f"{phase}: {outcome.reason}{where}"
     print(line, flush=True)
     with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
         log.write(line + "\n")
@@ -245,7 +246,7 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
     with running.stop.at_once():
         run, items = prepare(job, running)
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
-        outcome = Outcome(DONE, f"{job.name} is done already: {output_of(folder, job)}", run.plan.steps)
+        outcome = Outcome(DONE, f"{job.name} is done already", run.plan.steps)
         outcome.write(folder.outcome)
         return outcome
     encode(run, items, running)
@@ -389,8 +390,12 @@ def train(run: RunFile, running: Running) -> Outcome:
     (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look, limit=limit)
     progress.close()
     outcome = Outcome.read(run.folder.outcome)
-    if outcome is None and running.stop.requested:
-        told = "stopped by a signal in the middle of something longer than a stop may take; the newest state stands"
+    if running.stop.requested and (outcome is None or outcome.code == CRASH):
+        # A compiler, say, that TERM reached too. What crashes by itself will do so again at the next start.
+        why = f" ({outcome.reason.splitlines()[0]})" if outcome and outcome.reason else ""
+        told = (
+            f"stopped by a signal in the middle of something that could not be finished{why}; the newest state stands"
+        )
         return Outcome(STOPPED, told, progress.step)
     if outcome is None:
         killed = read_oom_kills() - oom_kills

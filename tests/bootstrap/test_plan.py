@@ -221,6 +221,15 @@ def test_an_unknown_gpu_is_planned_without_a_forecast() -> None:
     assert predict(plan, job(), here, DEV, DATA) is None
 
 
+@pytest.mark.parametrize(
+    ("gpus", "shm", "told"), [(1, 0, False), (2, 64 << 20, True), (2, 80 << 20, False), (8, 64 << 20, True)]
+)
+def test_small_shared_memory_is_told_where_gpus_would_talk_through_it(gpus: int, shm: int, told: bool) -> None:
+    """Row P14."""
+    plan = make_plan(job("full", "images_per_step: 8\n"), pod(*["A100 80GB"] * gpus, shm=shm), DEV, DATA)
+    assert any("/dev/shm" in warning for warning in plan.warnings) == told
+
+
 @pytest.mark.parametrize("shm", [0, 64 << 20])
 def test_small_shared_memory_is_no_matter_for_loading(shm: int) -> None:
     """Row P14: images are prepared by threads, and a container's 64 MB of /dev/shm stay untouched."""

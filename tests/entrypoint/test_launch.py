@@ -200,6 +200,17 @@ def test_a_childs_environment_input_and_session(run: RunFile) -> None:
     assert (stdin, own_session) == ("", True)
 
 
+@pytest.mark.parametrize(("free", "value"), [(64 << 20, "1"), (1 << 30, None)])
+def test_nccl_does_without_a_shared_memory_that_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, value: str | None
+) -> None:
+    monkeypatch.setattr(launch, "free_bytes", lambda path: free)
+    run = make_run(tmp_path, device="cuda", gpus=(0, 1), processes=2)
+    assert child_environment(run, {}).get("NCCL_SHM_DISABLE") == value
+    assert child_environment(run, {"NCCL_SHM_DISABLE": "0"})["NCCL_SHM_DISABLE"] == "0"
+    assert "NCCL_SHM_DISABLE" not in child_environment(make_run(tmp_path, device="cuda", gpus=(0,)), {})
+
+
 def test_looks_go_on_while_a_child_runs_and_once_after(run: RunFile) -> None:
     seen: list[str] = []
     run_children(
