@@ -24,7 +24,8 @@ from pathlib import Path
 
 from jobs.secret import is_secret
 
-RUN = Path("/run/fluxpod")  # this container's own; `login`, `notes.json` and `temporary` below it
+RUN = Path("/run/fluxpod")  # this container's own; `login`, `temporary` and what the page should say below it
+NOTES, POD_NOTES = "notes.json", "pod.json"  # of the environment, by start.sh; of GPUs and volume, by the pod loop
 
 # Everything that grows, and where below the volume it goes unless the user says otherwise.
 CACHES = {
@@ -292,7 +293,7 @@ def set_up(environ: Mapping[str, str], run: Path, command: bool) -> tuple[dict[s
         del result["TMPDIR"]
     attempt("the file for login shells", lambda: write_login_environment(run / "login", result))
     told = (*notes, *troubles)
-    attempt("notes for the page", lambda: (run / "notes.json").write_text(json.dumps(told), encoding="utf-8"))
+    attempt("notes for the page", lambda: (run / NOTES).write_text(json.dumps(told), encoding="utf-8"))
     return result, told
 
 

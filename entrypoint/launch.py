@@ -77,6 +77,7 @@ class Stop:
         """TERM and INT ask once; a second one leaves at once, as people expect of it, and a third without a word.
 
         At once, but not alone: on the way out ``run_children`` kills what it started, which would train on unwatched.
+        HUP, the end of the terminal, ends nothing: the log has every line.
         """
 
         def asked(number: int, _frame: object) -> None:
@@ -91,8 +92,15 @@ class Stop:
                     self.raising = False
                     raise Stopped
 
+        def hung_up(_number: int, _frame: object) -> None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # writing to a terminal that is gone would be an error
+            for output in (1, 2):
+                os.dup2(nowhere, output)
+            os.close(nowhere)
+
         signal.signal(signal.SIGTERM, asked)
         signal.signal(signal.SIGINT, asked)
+        signal.signal(signal.SIGHUP, hung_up)
 
 
 def trainer_command(plan: Plan, run_file: Path) -> list[str]:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from bootstrap.volume import Volume, read_json
 from bootstrap.volume_probe import disk_warning, find_mount
-from entrypoint.environment import PORTS, RUN
+from entrypoint.environment import NOTES, POD_NOTES, PORTS, RUN
 from entrypoint.status import Status
 from entrypoint.when_done import read_banner
 
@@ -57,8 +57,8 @@ PAGE = """<!doctype html>
 """
 
 
-def make_page(volume: Volume, environ: Mapping[str, str], notes: Path = RUN / "notes.json") -> Starlette:
-    """The application. ``notes``: what start.sh had to say about the environment, a list of strings as JSON."""
+def make_page(volume: Volume, environ: Mapping[str, str], run: Path = RUN) -> Starlette:
+    """The application. ``run``: where start.sh and the pod loop leave what they have to say, lists of strings."""
     password = environ.get("FLUXPOD_PASSWORD") or environ.get("JUPYTER_PASSWORD") or ""
     template = Environment(autoescape=True).from_string(PAGE)
 
@@ -71,7 +71,7 @@ def make_page(volume: Volume, environ: Mapping[str, str], notes: Path = RUN / "n
         if not _knows(request, password):
             refused = {**HEADERS, "WWW-Authenticate": 'Basic realm="fluxpod", charset="UTF-8"'}
             return PlainTextResponse("A password is needed; any user name does.\n", 401, headers=refused)
-        runs, warnings = read_runs(volume), read_warnings(volume, environ, notes)
+        runs, warnings = read_runs(volume), read_warnings(volume, environ, run)
         return HTMLResponse(template.render(runs=runs, warnings=warnings, jobs=volume.jobs), headers=HEADERS)
 
     return Starlette(routes=[Route("/health", health), Route("/", page)])
@@ -104,16 +104,18 @@ def read_runs(volume: Volume) -> list[tuple[str, Status]]:
     return found
 
 
-def read_warnings(volume: Volume, environ: Mapping[str, str], notes: Path) -> list[str]:
-    """What a person should know first: still billing, nothing kept, an environment that is not as meant."""
+def read_warnings(volume: Volume, environ: Mapping[str, str], run: Path) -> list[str]:
+    """What a person should know first: still billing, nothing kept, a pod or an environment that is not as meant."""
     warnings = []
     with suppress(OSError):
         if billing := read_banner(volume, environ):
             warnings.append(f"STILL BILLING: {billing.message}")
-    warnings.append(disk_warning(volume.root, find_mount(volume.root)))
-    told = _read(notes)
-    warnings += [str(note) for note in told] if isinstance(told, list) else []
-    return [warning for warning in warnings if warning]
+    disk = disk_warning(volume.root, find_mount(volume.root))  # known here even if the pod loop does not start
+    warnings += [disk] if disk else []
+    for notes in (POD_NOTES, NOTES):
+        told = _read(run / notes)
+        warnings += [str(note) for note in told if not (disk and disk in str(note))] if isinstance(told, list) else []
+    return warnings
 
 
 def _read(path: Path) -> Any | None:

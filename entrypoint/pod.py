@@ -23,13 +23,13 @@ from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, STOPPE
 from bootstrap.pod import Pod, read_pod
 from bootstrap.quiet import QuietWatch
 from bootstrap.state import list_states
-from bootstrap.volume import Volume
+from bootstrap.volume import Volume, write_json
 from bootstrap.volume_probe import probe_volume
 from entrypoint.attempts import Attempts
 from entrypoint.dropped_job import Delivery
 from entrypoint.end_of_work import EndOfWork
 from entrypoint.ended import already_done
-from entrypoint.environment import read_seconds
+from entrypoint.environment import POD_NOTES, RUN, read_seconds
 from entrypoint.job_files import JobFile, JobFolder
 from entrypoint.launch import PARENT, SHARE, Stop, stale_seconds
 from entrypoint.notify import notify_of, unset
@@ -98,7 +98,9 @@ def watch(volume: Volume, environment: Mapping[str, str] = os.environ) -> int:
         signal.signal(number, signal.SIG_DFL)  # while nothing runs there is nothing to stop in order: end at once
     volume.create()
     loop = PodLoop(volume, read_pod(volume.root), environment)
-    loop.greet()
+    notes = loop.greet()
+    if RUN.is_dir():  # a container's own, where its page looks
+        write_json(RUN / POD_NOTES, notes)
     loop.stop.on_signals()
     loop.delivery.start()
     try:
@@ -138,23 +140,25 @@ class PodLoop:
         self.delivery = Delivery(self.volume, self.environment)
         self.end_of_work = EndOfWork(self.volume, self.environment, self.sleep)
 
-    def greet(self) -> None:
-        """Says what kind of pod this is."""
-        gpus = ", ".join(gpu.name for gpu in self.pod.gpus) or "none: jobs are prepared as far as they can be, and wait"
-        print(f"GPUs: {gpus}", flush=True)
-        for note in self.pod.notes:
-            print(f"pod: {note}", flush=True)
+    def greet(self) -> list[str]:
+        """Says what kind of pod this is; gives what its page should say, too."""
+        gpus = ", ".join(gpu.name for gpu in self.pod.gpus)
+        notes = [f"pod: {note}" for note in self.pod.notes]
         promised = self.environment.get("RUNPOD_GPU_COUNT", "")
         if promised.isdigit() and int(promised) != len(self.pod.gpus):
-            print(f"pod: RUNPOD_GPU_COUNT says {promised} GPUs, nvidia-smi shows {len(self.pod.gpus)}", flush=True)
+            notes.insert(0, f"pod: RUNPOD_GPU_COUNT says {promised} GPUs, nvidia-smi shows {len(self.pod.gpus)}")
+        if not gpus:
+            notes.insert(0, "GPUs: none: jobs are prepared as far as they can be, and wait for a start with GPUs")
         facts = probe_volume(self.volume.root, environment=self.environment)
         self.end_of_work.persistent = facts.persistent
-        for note in facts.notes:
-            print(f"volume: {note}", flush=True)
+        notes += [f"volume: {note}" for note in facts.notes]
         clear_banner(self.volume, self.environment)
         if trouble := read_max_hours(self.environment)[1]:
-            print(trouble, flush=True)
+            notes.append(trouble)
+        for line in [f"GPUs: {gpus}", *notes] if gpus else notes:
+            print(line, flush=True)
         print(f"watching {self.volume.jobs}", flush=True)
+        return notes
 
     # ---- one look
 

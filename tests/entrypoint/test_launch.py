@@ -5,10 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pty
 import signal
 import socket
+import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,7 +258,7 @@ def test_within_at_once_a_signal_ends_any_wait(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX)
         stop = Stop()
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         stop.on_signals()
         try:
             sender = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
@@ -268,6 +272,42 @@ def test_within_at_once_a_signal_ends_any_wait(tmp_path: Path) -> None:
                 signal.signal(number, handler)
     assert stop.requested
     assert not stop.leaving
+
+
+OUTLIVING = """
+import os, signal, sys, time
+from entrypoint.launch import Stop
+stop = Stop()
+stop.on_signals()
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1] + "/gone"):
+    time.sleep(0.02)
+for _ in range(100):
+    print("to nobody", flush=True)
+    print("to nobody", file=sys.stderr, flush=True)
+open(sys.argv[1] + "/alive", "w").close()
+"""
+
+
+def test_a_run_outlives_its_terminal(tmp_path: Path) -> None:
+    """Row P49: the shell that began it ends, and its terminal with it."""
+    master, terminal = pty.openpty()
+    child = subprocess.Popen(
+        [*python(OUTLIVING), str(tmp_path)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # closing it now sends HUP, as a lost connection does
+    )
+    os.close(terminal)
+    assert os.read(master, 5) == b"ready"
+    os.close(master)
+    while child.poll() is None and os.readlink(f"/proc/{child.pid}/fd/1") != os.devnull:
+        time.sleep(0.02)
+    (tmp_path / "gone").touch()
+    assert child.wait(30) == 0
+    assert (tmp_path / "alive").exists()
 
 
 WORKER_OF_A_LAUNCHER = """

@@ -28,7 +28,7 @@ def volume(tmp_path: Path) -> Volume:
 
 def client(volume: Volume, environ: dict[str, str], notes: str = "[]") -> TestClient:
     (volume.root / "notes.json").write_text(notes)
-    return TestClient(make_page(volume, environ, volume.root / "notes.json"))
+    return TestClient(make_page(volume, environ, volume.root))
 
 
 @pytest.mark.parametrize("name", ["FLUXPOD_PASSWORD", "JUPYTER_PASSWORD"])
@@ -72,10 +72,12 @@ def test_warnings_come_first(volume: Volume) -> None:
     for pod in ("mine", "another"):  # on one volume
         banner = StillBilling(f"RunPod said <no> to {pod}", pod, "flowers", "stop", "today")
         write_json(banner_path(volume, {"RUNPOD_POD_ID": pod}), asdict(banner))
+    (volume.root / "pod.json").write_text('["GPUs: none"]')
     environ = {"FLUXPOD_PASSWORD": "p", "RUNPOD_POD_ID": "mine"}
     text = client(volume, environ, '["HF_TOKEN is literally ..."]').get("/", auth=("", "p")).text
     assert "STILL BILLING: RunPod said &lt;no&gt; to mine" in text
     assert "another" not in text
+    assert "GPUs: none" in text
     assert (
         text.index("STILL BILLING") < text.index("nothing is mounted") < text.index("HF_TOKEN") < text.index("flowers")
     )

@@ -446,6 +446,12 @@ def lay_out_real_base(volume: Volume, flux_tiny: Path) -> None:
     give_it_encoders(base, shape.text_size, shape.pooled_size)
 
 
+PAGE = """
+import os, urllib.request
+request = urllib.request.Request(f"http://127.0.0.1:{os.environ['FLUXPOD_PAGE_PORT']}/")
+request.add_header("Authorization", "Basic Om1l")  # ":me" in base64
+print(urllib.request.urlopen(request, timeout=20).read().decode())
+"""
 CARD = "NVIDIA H100 80GB HBM3, 81559, 81000, 580.95.05, 9.0, GPU-{index}, [N/A]"
 
 
@@ -459,12 +465,15 @@ def test_no_gpu_holds_a_real_model_and_two_gpus_take_it_up(tmp_path: Path, flux_
     smi.chmod(0o755)
     mount = ("--volume", f"{smi}:/usr/local/bin/nvidia-smi:ro")
 
-    with start(volume, *mount, RUNPOD_GPU_COUNT="2") as container:
+    with start(volume, *mount, RUNPOD_GPU_COUNT="2", FLUXPOD_PASSWORD="me") as container:
         wait_until(lambda: phase_of(folder) == "held", container, "word that there is no GPU")
         status = status_of(folder)
         assert status.code == POD_WRONG
         assert "This pod has no GPU" in status.message
         assert "RUNPOD_GPU_COUNT says 2 GPUs, nvidia-smi shows 0" in container.log
+        page = container.execute("python", "-c", PAGE)
+        for words in ("GPUs: none", "No devices were found", "RUNPOD_GPU_COUNT says 2", "This pod has no GPU"):
+            assert words in page
         assert "captions: 10/10" in container.log
         time.sleep(5)
         assert container.is_running
