@@ -186,11 +186,13 @@ def adapter_layers(shape: FluxShape, targets: str | tuple[str, ...]) -> dict[str
 
 
 def optimizer_bytes(optimizer: str, shapes: Iterable[tuple[int, ...]], options: Mapping[str, Any]) -> int:
-    """Bytes of an optimizer's states. One given by import path is counted like AdamW, with two 32-bit values."""
+    """Bytes of an optimizer's states. One given by import path is counted like AdamW, with two 32-bit values, unless it
+    is an Adafactor too."""
     total = 0.0
+    factored = optimizer.rpartition(".")[2] == "Adafactor"
     for shape in shapes:
         values = math.prod(shape)
-        if optimizer == "Adafactor":  # a row and a column of averages in place of a matrix
+        if factored:  # a row and a column of averages in place of a matrix
             total += FP32 * (shape[0] + shape[1] if len(shape) == 2 else values)
         elif optimizer in _STATES_8BIT and stored_in_8bit(shape):
             total += _STATES_8BIT[optimizer] * values * (1 + FP32 / BLOCK_8BIT)

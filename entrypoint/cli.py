@@ -48,6 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clean.add_argument("--only", action="append", choices=("models", "caches", "states"), help="may be repeated")
     _volume_option(clean)
 
+    convert = commands.add_parser(
+        "convert", help="make a job of a kohya_ss JSON, an sd-scripts TOML, an ai-toolkit YAML"
+    )
+    convert.add_argument("file", type=Path, help="the other tool's file; the job goes to standard output")
+    convert.add_argument("--output", type=Path, metavar="JOB", help="write the job here; nothing is overwritten")
+    convert.add_argument(
+        "--dataset", type=Path, metavar="TOML", help="sd-scripts' dataset file, if the other names none"
+    )
+    convert.add_argument("--gpus", type=_gpu_count, metavar="N", help="how many GPUs the other tool used")
+    _volume_option(convert)
+
     template = commands.add_parser("template", help="print RunPod's template of the image; with an API key, save it")
     template.add_argument("--public", action="store_true", help="show it to all users of RunPod")
     _deployment_options(template)
@@ -77,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from entrypoint.run import run_job
 
         return run_job(options.job, volume.root)
+    if options.command == "convert":
+        from entrypoint.convert import convert as convert_file
+
+        return convert_file(options.file, options.output, options.dataset, options.gpus, volume)
     if options.command == "states":
         from entrypoint.states import show_states
 
@@ -104,6 +119,12 @@ def _deployment_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a RunPod secret to hand on, beside HF_TOKEN; may be repeated",
     )
+
+
+def _gpu_count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,2}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; write for example 2")
+    return int(text)
 
 
 def _cuda_version(text: str) -> str:

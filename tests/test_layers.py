@@ -11,7 +11,9 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["jobs.schema", "jobs.load", "bootstrap.plan", "bootstrap.pod", "entrypoint.cli"])
+@pytest.mark.parametrize(
+    "module", ["jobs.schema", "jobs.load", "bootstrap.plan", "bootstrap.pod", "entrypoint.cli", "entrypoint.convert"]
+)
 def test_imports_without_torch(module: str) -> None:
     heavy = "torch", "transformers", "diffusers", "accelerate"
     program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"

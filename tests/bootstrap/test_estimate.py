@@ -77,6 +77,7 @@ def test_time_as_measured() -> None:
         ("PagedAdamW32bit", 88.7),
         ("Lion8bit", 11.3),
         ("Adafactor", 0.03),
+        ("transformers.optimization.Adafactor", 0.03),
         ("Prodigy", 177.3),
         ("some.module.Class", 88.7),
     ],
