@@ -17,9 +17,9 @@ from diffusers import FluxTransformer2DModel
 
 from bench.cases import CASES, Case
 from bootstrap.cache import ShardWriter, wanted_texts, with_keys
-from bootstrap.dataset import Dataset, Item
+from bootstrap.dataset import Item
 from bootstrap.flux_shape import FluxShape
-from bootstrap.plan import make_plan
+from bootstrap.plan import DataSummary, make_plan
 from bootstrap.pod import read_pod
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume, write_json
@@ -62,7 +62,8 @@ def prepare(case: Case, volume: Volume) -> RunFile:
         Item(f"{i}.png", f"{i}", f"image {i}", 1, *bucket, bucket) for i in range(max(8, job.images_per_step))
     )
     items = with_keys(items, weights, job.t5_mask)
-    plan = make_plan(job, read_pod(volume.root), weights.shape, Dataset(items, len(items), len(items), ()).summary())
+    data = DataSummary(images=len(items), items_per_epoch=len(items), buckets=((*bucket, len(items)),))
+    plan = make_plan(job, read_pod(volume.root), weights.shape, data)
     run = RunFile(job, plan, weights, volume.root)
     write_cache(items, run)
     run.write(items)

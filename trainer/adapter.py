@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
+import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from bootstrap.layout import module_in_bfl
@@ -58,15 +60,35 @@ def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
     # As one pattern: of a list, peft takes "proj_out" for the end of every block's proj_out too.
     exactly = "|".join(re.escape(name) for name in targets)
     model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=exactly))
+    multiply_in_type_of_input(model)
     for name, parameter in model.named_parameters():
         if match := _WEIGHT.fullmatch(name):
-            parameter.data = parameter.data.float()
             if match["half"] == "A":
                 numbers = draw(seed, Use.ADAPTER, 0, name_key(match["module"])).random(parameter.shape, dtype="float32")
                 bound = 1 / math.sqrt(parameter.shape[1])
                 parameter.data.copy_(torch.from_numpy(numbers).mul_(2 * bound).sub_(bound))
             else:
                 parameter.data.zero_()
+
+
+class Half(nn.Linear):
+    """One of an adapter's two matrices: kept in float32, multiplied in the type of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def multiply_in_type_of_input(model: FluxTransformer2DModel) -> None:
+    """Left alone, peft turns the whole input of every adapted layer into float32 for its small matrices' sake."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
+            for halves in (module.lora_A, module.lora_B):
+                for name, old in halves.items():
+                    with torch.device("meta"):
+                        half = Half(old.in_features, old.out_features, bias=False)
+                    half.weight = nn.Parameter(old.weight.data.float())
+                    halves[name] = half
 
 
 def to_kohya(weights: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:

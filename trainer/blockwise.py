@@ -1,4 +1,5 @@
-"""Adam and Lion by bitsandbytes' kernels, with states in 8 or 32 bits, on the GPU or streamed from host memory."""
+"""Adam and Lion with bitsandbytes' arithmetic and states of 8 or 32 bits: on the GPU by one fused kernel, with states
+there or streamed from host memory; on the CPU by bitsandbytes' own kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from bitsandbytes import functional as kernels
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.optimizer import Optimizer, OptimizerStateError, Piece, SavedOptimizer
-from trainer.pinned import move_to_host
-from trainer.trained import Trained
+from trainer.randomness import hash_keys
+from trainer.streamed import StreamedStates
+from trainer.trained import Trained, by_block
 
 BLOCK = 256  # elements that share one scale in an 8-bit state
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -35,18 +37,23 @@ class Blockwise(Optimizer):
         super().__init__(tensors, job.seed)
         self.kernel = kernel
         arguments = DEFAULTS[kernel] | {"weight_decay": job.weight_decay} | job.optimizer_args
-        self.betas = tuple(float(beta) for beta in arguments.pop("betas"))
+        beta1, beta2 = arguments.pop("betas")
+        self.betas = float(beta1), float(beta2)
         self.eps, self.weight_decay = float(arguments.pop("eps")), float(arguments.pop("weight_decay"))
         if arguments:
             told = f"{job.optimizer} does not take {', '.join(arguments)}"
             raise JobError([Problem(told, "It takes betas and eps", key="optimizer_args")])
         self.names = ("state1", "state2") if kernel == "adam" else ("state1",)
         device = self.tensors[0].weight.device
-        self.streams = host and device.type == "cuda"
-        home = torch.device("meta") if self.streams else device
-        self.states = {tensor.name: self._new_states(tensor, bits, home) for tensor in self.tensors}
-        if self.streams:
-            self.states = move_to_host(self.states)
+        self.on_gpu = device.type == "cuda"
+        blocks = by_block(self.tensors) if host and self.on_gpu else []
+        meta = [{t.name: self._new_states(t, bits, torch.device("meta")) for t in block} for block in blocks]
+        self.streamed = StreamedStates(meta, device) if meta else None
+        self.states = {
+            tensor.name: self._new_states(tensor, bits, device)
+            for tensor in self.tensors
+            if self.streamed is None or tensor.name not in self.streamed.block_of
+        }
         self.maps = [kernels.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
 
     def _new_states(self, tensor: Trained, bits: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -61,15 +68,40 @@ class Blockwise(Optimizer):
     @torch.no_grad()
     def update(self, tensor: Trained) -> None:
         gradient = tensor.take_gradient()
-        if gradient is None or gradient.numel() == 0 or not self.admit(gradient):
+        if gradient is None or gradient.numel() == 0:
+            return
+        if not self.on_gpu:
+            self._update_on_cpu(tensor, gradient.float())
+        elif self.streamed is None or tensor.name not in self.streamed.block_of:
+            self._update_on_gpu(tensor, gradient, self.states[tensor.name])
+        else:
+            self._update_on_gpu(tensor, gradient, self.streamed.on_gpu(tensor.name))
+            self.streamed.done(tensor.name)
+
+    def _update_on_gpu(self, tensor: Trained, gradient: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        from trainer.blockwise_kernel import step_on_gpu  # Triton comes with torch's CUDA builds alone
+
+        step_on_gpu(
+            tensor.weight,
+            gradient,
+            states,
+            self.go,
+            self.skipped,
+            first=tensor.first_index,
+            keys=hash_keys(self.seed, self.step_index, tensor.name),
+            adam=self.kernel == "adam",
+            step=self.step_index + 1,
+            learning_rate=self.learning_rate,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
+
+    def _update_on_cpu(self, tensor: Trained, gradient: torch.Tensor) -> None:
+        if not self.admit(gradient):
             return
         stepped = tensor.weight.float()  # a copy where bf16, the weight itself where float32
-        kept = self.states[tensor.name]
-        states = {n: s.to(gradient.device, non_blocking=True) for n, s in kept.items()} if self.streams else kept
-        self._run_kernel(gradient, stepped, states)
-        if self.streams:
-            for name, state in states.items():
-                kept[name].copy_(state, non_blocking=True)
+        self._run_kernel(gradient, stepped, self.states[tensor.name])
         self.put_back(tensor, stepped)
 
     def _run_kernel(self, gradient: torch.Tensor, stepped: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
@@ -90,12 +122,11 @@ class Blockwise(Optimizer):
             )  # fmt: skip
 
     def pieces(self) -> list[Piece]:
-        if self.streams:
-            torch.cuda.synchronize()  # the copies back to the host are done
+        states = self.states | (self.streamed.on_host() if self.streamed else {})
         return [
             Piece(f"{tensor.name}.{name}", state, (tensor.shape[0], *state.shape[1:]), tensor.first_row)
             for tensor in self.tensors
-            for name, state in self.states[tensor.name].items()
+            for name, state in states[tensor.name].items()
         ]
 
     def load(self, saved: SavedOptimizer) -> None:

@@ -13,29 +13,21 @@ import torch
 ALIGNMENT = 512  # bytes; what copy engines like
 
 
-def move_to_host(states: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Zeros of the shapes and dtypes of ``states`` (meta tensors serve), as views of one pinned slab of host memory.
-
-    Raises MemoryError, with the size, where the host has not as much to pin.
-    """
-    sizes = [_aligned(tensor) for group in states.values() for tensor in group.values()]
-    slab = torch.zeros(sum(sizes), dtype=torch.uint8)
+def pinned_slab(size: int) -> torch.Tensor:
+    """``size`` zero bytes of pinned memory. Raises MemoryError, with the size, where the host has not as much."""
+    slab = torch.zeros(size, dtype=torch.uint8)
     result = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
     if int(result) != 0:
-        raise MemoryError(
-            f"the host cannot pin {slab.numel() / 2**30:.1f} GiB for optimizer states (CUDA error {int(result)})"
-        )
-    views: dict[str, dict[str, torch.Tensor]] = {}
-    offset = 0
-    for name, group in states.items():
-        views[name] = {}
-        for key, tensor in group.items():
-            size = math.prod(tensor.shape) * tensor.dtype.itemsize
-            views[name][key] = slab[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-            offset += _aligned(tensor)
-    return views
+        raise MemoryError(f"the host cannot pin {size / 2**30:.1f} GiB for optimizer states (CUDA error {int(result)})")
+    return slab
 
 
-def _aligned(tensor: torch.Tensor) -> int:
+def unpin(slab: torch.Tensor) -> None:
+    """Before its memory goes back to the system, which would hand it out pinned."""
+    torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+
+
+def aligned_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor takes in a slab where all begin at multiples of ALIGNMENT."""
     size = math.prod(tensor.shape) * tensor.dtype.itemsize
     return math.ceil(size / ALIGNMENT) * ALIGNMENT

@@ -2,7 +2,8 @@
 
 A bf16 weight of 1.0 cannot move by 1e-3: round-to-nearest puts it back for ever. Rounding up with a probability equal
 to the remainder makes small updates arrive on average. The random bits are a hash of (seed, step, tensor, logical
-index), so a shard, on any number of GPUs, rounds exactly as the whole tensor would.
+index), so a shard, on any number of GPUs, rounds exactly as the whole tensor would. One hash of 32 bits serves two
+neighbours.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _round(source: torch.Tensor, first: int, key_1: int, key_2: int) -> torch.Tensor:
     index = torch.arange(source.numel(), dtype=torch.int32, device=source.device).reshape(source.shape) + first
-    bits = _mix(_mix(index ^ key_1) + key_2) & 0xFFFF
+    pair = _mix(_mix((index >> 1) ^ key_1) + key_2)
+    bits = torch.where((index & 1).bool(), pair >> 16, pair) & 0xFFFF
     rounded = ((source.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     # CUDA's own NaN is 0x7fffffff, which any carry turns into minus zero: a broken weight would pass for a whole one.
     return torch.where(source.isnan(), source, rounded).to(torch.bfloat16)

@@ -13,10 +13,23 @@ BLOCK = 1024
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def mix(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def hashed(pair, key_1, key_2):  # type: ignore[no-untyped-def]
+    """32 random bits for a pair of neighbouring elements."""
+    return mix(mix(pair.to(tl.uint32) ^ key_1.to(tl.uint32)) + key_2.to(tl.uint32))
+
+
+@triton.jit
+def random_bits(index, key_1, key_2):  # type: ignore[no-untyped-def]
+    """16 random bits for each logical index."""
+    bits = hashed(index >> 1, key_1, key_2)
+    return tl.where((index & 1) > 0, bits >> 16, bits & 0xFFFF)
 
 
 @triton.jit(do_not_specialize=["count", "first", "key_1", "key_2"])
@@ -25,9 +38,7 @@ def _round(source, target, count, first, key_1, key_2, block: tl.constexpr):  # 
     inside = offsets < count
     value = tl.load(source + offsets, mask=inside, other=0.0)
     bits = value.to(tl.uint32, bitcast=True)
-    index = (offsets + first).to(tl.uint32)
-    random = _mix(_mix(index ^ key_1.to(tl.uint32)) + key_2.to(tl.uint32)) & 0xFFFF
-    rounded = ((bits + random) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    rounded = ((bits + random_bits(offsets + first, key_1, key_2)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     rounded = tl.where(value == value, rounded, value.to(tl.bfloat16))  # a carry would turn a NaN into minus zero
     tl.store(target + offsets, rounded, mask=inside)
 

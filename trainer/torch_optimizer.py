@@ -49,7 +49,7 @@ class TorchOptimizer(Optimizer):
         gradient = tensor.take_gradient()
         if gradient is None:
             return
-        weight = tensor.weight.float()
+        weight, gradient = tensor.weight.float(), gradient.float()
         if tensor.name not in self.owners:
             if gradient.numel():
                 self._step(self._by_name[tensor.name], {tensor.name: (weight, gradient)}, self.admit(gradient))
@@ -71,7 +71,7 @@ class TorchOptimizer(Optimizer):
         for tensor in tensors:
             gradient = tensor.take_gradient()
             if gradient is not None:
-                filled[tensor.name] = (tensor.weight.float(), gradient)
+                filled[tensor.name] = (tensor.weight.float(), gradient.float())
         go = torch.stack([self.admit(gradient) for _, gradient in filled.values()]).amin()
         self._step(optimizer, filled, go)  # all or none: what sees the whole model is spoiled by any part
         for tensor in tensors:

@@ -7,11 +7,15 @@ depend on the number of GPUs (8-bit or not, rounding, the bytes of a state) asks
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+_BLOCK = re.compile(r"(single_)?transformer_blocks\.\d+\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +41,10 @@ class Trained:
         return self.first_row * self.row_size
 
     def take_gradient(self) -> torch.Tensor | None:
-        """The gradient of the rows held here, in float32, and none afterwards."""
+        """The gradient of the rows held here, dense, and none afterwards."""
         gradient = self.parameter.grad
         self.parameter.grad = None
-        return None if gradient is None else local(gradient).float().contiguous()
+        return None if gradient is None else local(gradient).contiguous()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,3 +75,13 @@ def trained_tensors(model: nn.Module, rank: int, size: int) -> list[Trained]:
 def plain_name(name: str) -> str:
     """Without what torch.compile puts into the names of compiled modules."""
     return name.replace("_orig_mod.", "")
+
+
+def by_block(tensors: Iterable[Trained]) -> list[list[Trained]]:
+    """The tensors of each transformer block, in the order in which backward comes to the blocks: the last first. What
+    lies outside of blocks is in none."""
+    blocks: dict[str, list[Trained]] = {}
+    for tensor in tensors:
+        if match := _BLOCK.match(tensor.name):
+            blocks.setdefault(match[0], []).append(tensor)
+    return [*reversed(blocks.values())]

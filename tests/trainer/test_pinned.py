@@ -1,62 +1,51 @@
-"""One slab for all optimizer states, with the driver's answer played by the test: there is no GPU here."""
+"""Slabs of host memory, with the driver's answer played by the test: there is no GPU here."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trainer import pinned
-from trainer.pinned import ALIGNMENT, move_to_host
-
-SIZES = {
-    "a": {"state1": torch.empty(3, 256, dtype=torch.uint8), "state1.absmax": torch.empty(3, 1)},
-    "b": {"state1": torch.empty(5, device="meta"), "empty": torch.empty(0, 7)},
-}
+from trainer.pinned import ALIGNMENT, aligned_bytes, pinned_slab, unpin
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Address and bytes of what the driver was asked to pin."""
-    asked: list[tuple[int, int]] = []
+class Driver:
+    """What was asked to be pinned and still is, by address."""
 
-    def register(address: int, size: int, flags: int) -> int:
-        asked.append((address, size))
+    def __init__(self, answer: int = 0):
+        self.answer = answer
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - the driver's name
+        self.pinned[address] = size
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
         return 0
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    return asked
+
+def test_a_slab_is_zeros_and_pinned_until_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    slab = pinned_slab(12345)
+    assert slab.shape == (12345,)
+    assert not slab.any()
+    assert driver.pinned == {slab.data_ptr(): 12345}
+    unpin(slab)
+    assert not driver.pinned
 
 
-def test_states_are_zeros_of_their_shapes_in_one_slab(registered: list[tuple[int, int]]) -> None:
-    states = move_to_host(SIZES)
-    ((address, size),) = registered
-    assert size == 1024 + 512 + 512, "of 768, 12 and 20 bytes, and none of an empty one"
-    for name, group in SIZES.items():
-        for key, like in group.items():
-            state = states[name][key]
-            assert (state.shape, state.dtype, state.device.type) == (like.shape, like.dtype, "cpu")
-            assert not state.any()
-            assert state.numel() == 0 or address <= state.data_ptr() <= address + size - state.nbytes
-            assert state.data_ptr() % 4 == 0
+def test_a_host_that_has_not_as_much_is_told_with_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(answer=2))
+    with pytest.raises(MemoryError, match=r"the host cannot pin 0\.5 GiB for optimizer states \(CUDA error 2\)"):
+        pinned_slab(1 << 29)
 
 
-def test_no_state_lies_in_another(registered: list[tuple[int, int]]) -> None:
-    states = [state for group in move_to_host(SIZES).values() for state in group.values()]
-    for number, state in enumerate(states, start=1):
-        state.fill_(number)
-    for number, state in enumerate(states, start=1):
-        assert (state == number).all()
+@pytest.mark.parametrize(("shape", "dtype", "size"), [((3, 256), torch.uint8, 1024), ((5,), torch.float32, 512)])
+def test_tensors_begin_at_whole_alignments(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
+    assert aligned_bytes(torch.empty(shape, dtype=dtype, device="meta")) == size
+    assert size % ALIGNMENT == 0
 
 
-def test_a_host_that_cannot_pin_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    with pytest.raises(MemoryError, match=r"cannot pin 0\.0 GiB .*error 2"):
-        move_to_host(SIZES)
-
-
-def test_nothing_is_wasted_between_states() -> None:
-    assert pinned._aligned(torch.empty(ALIGNMENT, dtype=torch.uint8)) == ALIGNMENT
-    assert pinned._aligned(torch.empty(ALIGNMENT + 1, dtype=torch.uint8)) == 2 * ALIGNMENT
+def test_an_empty_tensor_takes_nothing() -> None:
+    assert aligned_bytes(torch.empty(0, 7)) == 0

@@ -103,4 +103,4 @@ def test_the_bits_are_the_same_for_all_time() -> None:
     assert "".join("1" if bit else "0" for bit in result.tolist()) == GOLDEN
 
 
-GOLDEN = "10100100000001010001010111011000"
+GOLDEN = "11010100010010110010000010100011"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.runs import make_trained, shards_of
-from trainer.trained import held_rows, plain_name, trained_tensors
+from trainer.trained import by_block, held_rows, plain_name, trained_tensors
 
 
 @given(st.integers(1, 100), st.integers(1, 9))
@@ -61,3 +61,15 @@ def test_a_gradient_is_taken_once_and_in_float32() -> None:
 @pytest.mark.parametrize("name", ["blocks.0._orig_mod.linear.weight", "_orig_mod.blocks.0.linear.weight"])
 def test_names_are_without_torch_compiles_own(name: str) -> None:
     assert plain_name(name) == "blocks.0.linear.weight"
+
+
+def test_blocks_come_as_backward_comes_to_them() -> None:
+    names = ["x_embedder.w", "transformer_blocks.0.a", "transformer_blocks.0.b", "transformer_blocks.1.a"]
+    names += ["single_transformer_blocks.0.a", "single_transformer_blocks.10.a", "proj_out.w"]
+    found = by_block(make_trained({name: torch.zeros(1) for name in names}))
+    assert [[tensor.name for tensor in block] for block in found] == [
+        ["single_transformer_blocks.10.a"],
+        ["single_transformer_blocks.0.a"],
+        ["transformer_blocks.1.a"],
+        ["transformer_blocks.0.a", "transformer_blocks.0.b"],
+    ]
