@@ -165,7 +165,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "attention": attention.name,
-        "checkpointing": run.plan.checkpointing,
+        "checkpointed_blocks": run.plan.checkpointed_blocks,
         "kohya_seconds": case.kohya,
     }
 

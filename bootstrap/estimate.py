@@ -7,8 +7,8 @@ tokens: 4608 tokens) or is marked as not measured:
   24.7 GiB  peak with checkpointing and the step in the backward pass (SGD): 22.2 + 1.5 kept between 57 blocks
             + 0.5 inside the block at work + 0.6 of that block's gradients = 24.8
   50.3 GiB  the same, compiled, without checkpointing: 22.2 + 0.6 + 27.5, that is 36.6 bytes per token, width and block
-  0.68 s    a step with checkpointing, compiled: 4 x 74.4 TFLOP, 44 % of the card's 989 TFLOP/s on paper
-  0.52 s    without: 3 x 74.4 TFLOP, 43 %;   0.81 s  not compiled, with checkpointing: 37 %
+  0.50 s    a whole step with AdamW8bit, compiled, without checkpointing: 3 x 74.4 TFLOP in 0.44 s, 52 % of the card's
+            989 TFLOP/s on paper, and an update of 0.06 s;   0.81 s  not compiled, with checkpointing: 37 %
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ CONTEXT = int(0.8 * GIB)  # CUDA context, cuBLAS workspace and kernels, outside 
 NCCL = int(0.7 * GIB)  # buffers of a communicator, with more than one process
 ACTIVATION = 36.6  # bytes kept for the backward pass per token, width and block, compiled (above)
 EAGER = 1.4  # not compiled, more of them: norms, gates and GELU inputs are kept apart. Not measured
-LORA_ACTIVATION = 1.5  # peft keeps a 32-bit copy of the input of every adapted layer. Not measured
-UPDATE_COPIES = 2  # 32-bit copies of the one tensor being updated: weight and gradient
+UPDATE_COPIES = 2  # 32-bit copies of the one tensor being updated, weight and gradient, where no fused kernel does it
+STATE_SLOTS = 3  # blocks whose streamed states are on the GPU at a time (trainer/streamed.py)
 GATHERED_BLOCKS = 3  # sharded: the block at work, the next one under way, the last one not yet given back
 VAE = int(0.2 * GIB)  # 84 M parameters, in bf16
 DECODE = 3 * GIB / 2**20  # bytes per pixel while the VAE decodes a sample. Not measured here; 2.5 to 3 GiB at 1024 px
 
-# Whole steps on one H200 (bench/NOTES.md, 2026-11-30): a full one at 1024 px 0.94 s, an adapter's 0.53 s.
-EFFICIENCY = 0.44  # of the bf16 rate on paper, compiled
+# Whole steps on one H200 (bench/NOTES.md): a full one at 1024 px 0.50 s, eight images at 512 px with checkpointing and
+# streamed states 1.35 s, an adapter's at 1024 px 0.44 s.
+EFFICIENCY_HOPPER = 0.52  # of the bf16 rate on paper, compiled, with cuDNN's attention
+EFFICIENCY = 0.44  # with flash attention: as measured there; not measured on other cards
 EFFICIENCY_EAGER = 0.37
-EFFICIENCY_LORA = 0.31  # the adapters' own small products run in float32
-UPDATE_SLOWDOWN = 8  # times what its bytes alone take: hundreds of small tensors, one after the other
-HOST_LINK = 20.0  # GB/s between a GPU and pinned host memory, each direction: PCIe 4 x16
-HOST_LINK_HOPPER = 64.0  # as measured, both directions in turn
+LORA_SLOWDOWN = 0.72  # of the above: the adapters' many small products and their traffic
+UPDATE_SLOWDOWN = 2.4  # times what its bytes alone take: encoding 8-bit states and rounding are arithmetic
+HOST_LINK = 20.0  # GB/s between a GPU and pinned host memory, both directions at once: PCIe 4 x16
+HOST_LINK_HOPPER = 50.0  # as measured
 HOST_PER_PROCESS = 3 * GIB  # libraries, compiler and buffers of one training process
 VOLUME_SPEED = 300e6  # bytes/s written to a network volume, advertised as 200 to 400 MB/s
 BLOCK_8BIT = 256  # values that share one absmax in an 8-bit state
@@ -55,6 +57,7 @@ BLOCK_8BIT = 256  # values that share one absmax in an 8-bit state
 # Bytes of state per parameter: 32-bit, and, where the optimizer has 8-bit states, (values, absmax blocks) of 1 byte.
 _STATES_32BIT = {"Lion8bit": 4, "PagedLion8bit": 4, "Prodigy": 16}  # Prodigy: two averages, start, distance; else 8
 _STATES_8BIT = {"AdamW8bit": 2, "PagedAdamW8bit": 2, "Lion8bit": 1, "PagedLion8bit": 1}
+FUSED = ("AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Work:
     trained: int  # parameters that are trained: all of them, or the adapter's
     largest: int  # parameters of the largest trained tensor
     optimizer: int  # bytes of the optimizer's states, whole
+    fused: bool  # whether one kernel steps a weight, without 32-bit copies
     tokens: int  # of the largest image and its text
     forward: float  # floating-point operations of an average image's forward pass
     sample_pixels: int  # of a sample; 0 without samples
@@ -87,7 +91,7 @@ class Arrangement:
     passes: int
     sharded: bool
     reshard: bool
-    checkpointing: bool
+    checkpointed: int  # blocks
     compiled: bool
     in_backward: bool
     states_on_host: bool
@@ -137,6 +141,7 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
         trained=sum(math.prod(each) for each in shapes),
         largest=max((math.prod(each) for each in shapes), default=0),
         optimizer=optimizer_bytes(job.optimizer, shapes, job.optimizer_args),
+        fused=job.optimizer in FUSED,
         tokens=max(width * height for width, height, _ in sizes) // 256 + text,
         forward=sum(shape.forward_flops(width, height, text) * weight for width, height, weight in sizes) / often,
         sample_pixels=sample.width * sample.height if sample.prompts else 0,
@@ -229,9 +234,9 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         gradients = block * (2 if way.sharded else 1)
         if not way.in_backward or way.passes > 1:
             gradients += BF16 * work.trained // parts
-        copies = UPDATE_COPIES * FP32 * work.largest
-        streamed = 2 * work.optimizer * work.largest // work.trained  # one tensor's states at work, the next under way
-        optimizer = (copies + (streamed if way.states_on_host else work.optimizer)) // parts
+        copies = 0 if work.fused else UPDATE_COPIES * FP32 * work.largest
+        slots = STATE_SLOTS * work.optimizer * work.shape.block_parameters() // work.trained
+        optimizer = (copies + (slots if way.states_on_host else work.optimizer)) // parts
     outside = CONTEXT + (NCCL if way.processes > 1 else 0)
     drawing = VAE + int(work.sample_pixels * DECODE) if work.sample_pixels else 0
     return Memory(
@@ -246,40 +251,47 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
 
 def activation_bytes(work: Work, way: Arrangement) -> int:
     """Bytes that one image of the largest size keeps from its forward pass for its backward pass."""
-    layers = work.shape.double_blocks + work.shape.single_blocks
     values = work.tokens * work.shape.width
-    inside = values * ACTIVATION * (1 if way.compiled else EAGER) * (LORA_ACTIVATION if work.lora else 1)
-    if way.checkpointing:  # each block's input, and all of the one block that is computed again
-        return int(layers * values * BF16 + inside)
-    return int(layers * inside)
+    inside = values * ACTIVATION * (1 if way.compiled else EAGER)
+    # A checkpointed block keeps its input. All of one that is computed again counts where none keeps it anyway: those
+    # are the first blocks, whose turn in the backward pass comes when the others' has passed.
+    whole = max(1, work.shape.blocks - way.checkpointed)
+    return int(way.checkpointed * values * BF16 + whole * inside)
 
 
 def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -> float:
     """Of a step in which the busiest process has ``images``.
 
-    Traffic between GPUs is taken to hide under the arithmetic as far as that lasts (not measured yet); the update, and
-    what it streams from and to the host, does not.
+    Traffic between GPUs is taken to hide under the arithmetic as far as that lasts (not measured yet), and so is that
+    of streamed states under the backward pass (measured: it does).
     """
     parts = way.processes if way.sharded else 1
-    forwards = (2.2 if work.lora else 3) + way.checkpointing
-    compiled = EFFICIENCY_LORA if work.lora else EFFICIENCY
-    rate = gpu.tflops * 1e12 * (compiled if way.compiled else min(compiled, EFFICIENCY_EAGER))
-    compute = images * work.forward * forwards / rate
+    again = way.checkpointed / work.shape.blocks
+    backward = (1.2 if work.lora else 2) + again
+    forward = images * work.forward / _rate(work, way, gpu)  # seconds
+    compute = forward * (1 + backward)
     foreign = (way.processes - 1) / way.processes  # of every tensor, what lies on the other GPUs
     if way.sharded:  # per pass: weights gathered once or twice, gradients summed up once
         traffic = way.passes * (3 if way.reshard else 2) * BF16 * work.weights * foreign
     else:  # the adapter's gradients, once
         traffic = 2 * FP32 * work.trained * foreign
-    transfer = traffic / (gpu.link * 1e9)
-    # The update reads and writes weights (and their 32-bit copies), gradients and states; every further pass adds its
-    # gradients to those before it.
-    moved = 16 * work.trained + (0 if way.states_on_host else 2 * work.optimizer)
+    waiting = max(0.0, traffic / (gpu.link * 1e9) - compute)
+    # The update reads and writes weights and states and reads gradients; every further pass adds its own to those
+    # before it.
+    moved = 3 * BF16 * work.trained + 2 * work.optimizer
     moved += (way.passes - 1) * 3 * (FP32 if work.lora else BF16) * work.trained
     update = moved / parts / (gpu.bandwidth * 1e9) * (1 if work.lora else UPDATE_SLOWDOWN)
     if way.states_on_host:
         link = HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK
-        update += 2 * work.optimizer / parts / (link * 1e9)
-    return max(compute, transfer) + update
+        waiting += max(0.0, work.optimizer / parts / (link * 1e9) - forward * backward - update)
+    return compute + update + waiting
+
+
+def _rate(work: Work, way: Arrangement, gpu: GpuModel) -> float:
+    """Floating-point operations per second that training reaches."""
+    share = EFFICIENCY_HOPPER if gpu.capability == (9, 0) else EFFICIENCY
+    share = share if way.compiled else min(share, EFFICIENCY_EAGER)
+    return gpu.tflops * 1e12 * share * (LORA_SLOWDOWN if work.lora else 1)
 
 
 def seconds_per_sample(work: Work, denoising_steps: int, gpu: GpuModel) -> float:

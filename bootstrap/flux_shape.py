@@ -119,6 +119,11 @@ class FluxShape:
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors().values())
 
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks of both kinds."""
+        return self.double_blocks + self.single_blocks
+
     def block_parameters(self) -> int:
         """Parameters of the largest block, a double one: what sharded training gathers at a time."""
         return sum(math.prod(s) for n, s in self.tensors().items() if n.startswith("transformer_blocks.0."))

@@ -55,7 +55,7 @@ class Plan:
     passes: int  # of a full step whose images are all of one bucket
     sharding: Literal["none", "fsdp"]
     reshard_after_forward: bool
-    checkpointing: bool
+    checkpointed_blocks: int  # the first so many keep their inputs alone and are computed again in the backward pass
     compile: bool
     optimizer_in_backward: bool
     optimizer_states: Literal["device", "host"]
@@ -68,6 +68,10 @@ class Plan:
     disk_bytes: int  # of all states at most, the one being written included
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.checkpointed_blocks > 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         device = Choice("GPUs", _names(gpus), why)
     else:
         gpus = ()
-        way = cpu_way(job)
+        way = cpu_way(job, work)
         device = Choice("device", "CPU", f"no GPU here; {work.weights / 1e6:.1f} M parameters need none")
     split = split_images(job.images_per_step, way.processes)
     steps, per_epoch, length_reason = run_length(job, data)
@@ -120,7 +124,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         passes=way.passes,
         sharding="fsdp" if way.sharded else "none",
         reshard_after_forward=way.reshard,
-        checkpointing=way.checkpointing,
+        checkpointed_blocks=way.checkpointed,
         compile=way.compiled,
         optimizer_in_backward=way.in_backward,
         optimizer_states="host" if way.states_on_host else "device",
@@ -230,7 +234,7 @@ def _way_of(plan: Plan) -> Arrangement:
         passes=plan.passes,
         sharded=plan.sharding == "fsdp",
         reshard=plan.reshard_after_forward,
-        checkpointing=plan.checkpointing,
+        checkpointed=plan.checkpointed_blocks,
         compiled=plan.compile,
         in_backward=plan.optimizer_in_backward,
         states_on_host=plan.optimizer_states == "host",

@@ -46,11 +46,19 @@ def explain(
         Choice("passes", f"{way.passes} of up to {way.images_per_pass}", told("images_per_pass", passes)),
         _explain_sharding(job, way),
     ]
-    if way.checkpointing:
-        reason = f"without it {instead(checkpointing=False)}; costs about a third more time"
+    blocks = work.shape.blocks
+    if way.checkpointed:
+        more = f"{way.checkpointed / blocks / 3:.0%} more arithmetic"
+        reason = f"without it {instead(checkpointed=0)}; what they keep no more costs {more}"
     else:
         reason = "memory suffices without" if gpus else "not needed at this size"
-    choices.append(Choice("checkpointing", _on(way.checkpointing), told("checkpointing", reason)))
+    choices.append(
+        Choice(
+            "checkpointing",
+            f"{way.checkpointed} of {blocks} blocks" if way.checkpointed else "off",
+            told("checkpointing", reason),
+        )
+    )
     reason = "a fifth faster; the first step takes a minute or more" if gpus else "only pays on a GPU"
     choices.append(Choice("compile", _on(way.compiled), told("compile", reason)))
     choices.append(_explain_update(job, way, told))

@@ -23,6 +23,7 @@ from jobs.schema import Job
 
 ACCUMULATION_COST = 1.05  # several passes must be this much faster than one: bf16 sums of gradients lose digits
 ANY_MEMORY = 1 << 60
+CHECKPOINTING_GRADES = 14  # numbers of checkpointed blocks that are tried: steps of 2 GiB at 1024 px
 UNKNOWN_GPU = GpuModel("", "", 0, 100, 800, (8, 0))  # only to compare ways on a card that the table lacks
 
 
@@ -193,9 +194,9 @@ def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room:
     fitting = [way for way in _ways(job, pod, work, processes) if peak_of(work, way) <= room]
     share = max(split_images(job.images_per_step, processes))
 
-    def cost(way: Arrangement) -> tuple[bool, float, int, bool, bool]:
+    def cost(way: Arrangement) -> tuple[bool, float, int, int, bool]:
         seconds = estimate.seconds_per_step(work, way, gpu, share) * (ACCUMULATION_COST if way.passes > 1 else 1)
-        return way.states_on_host, round(seconds, 4), way.passes, way.checkpointing, way.reshard
+        return way.states_on_host, round(seconds, 4), way.passes, way.checkpointed, way.reshard
 
     return min(fitting, key=cost, default=None)
 
@@ -208,7 +209,7 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
     sharded = full and processes > 1
     per_pass = [min(wish.images_per_pass, share)] if wish.images_per_pass else _pass_sizes(share)
     for images in per_pass:
-        for checkpointing in (False, True) if wish.checkpointing is None else (wish.checkpointing,):
+        for checkpointed in _checkpointed(job, work.shape.blocks):
             for reshard in (False, True) if sharded else (False,):
                 for on_host in _state_places(job, pod, work, processes):
                     yield Arrangement(
@@ -217,7 +218,7 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
                         passes=math.ceil(share / images),
                         sharded=sharded,
                         reshard=reshard,
-                        checkpointing=checkpointing,
+                        checkpointed=checkpointed,
                         compiled=wish.compile is not False,
                         in_backward=_in_backward(job),
                         states_on_host=on_host,
@@ -227,6 +228,13 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
 def _pass_sizes(share: int) -> list[int]:
     """Sizes of a pass worth trying: the smallest for each number of passes, so that passes are about alike."""
     return sorted({math.ceil(share / passes) for passes in range(1, share + 1)}, reverse=True)
+
+
+def _checkpointed(job: Job, blocks: int) -> list[int]:
+    """How many blocks may be checkpointed: none, all, and about a dozen numbers between."""
+    if job.plan.checkpointing is not None:
+        return [blocks if job.plan.checkpointing else 0]
+    return [*range(0, blocks, max(1, blocks // CHECKPOINTING_GRADES)), blocks]
 
 
 def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> tuple[bool, ...]:
@@ -311,7 +319,7 @@ def _fits(job: Job, pod: Pod, work: Work, processes: int, room: int) -> bool:
     return any(peak_of(work, way) <= room for way in _ways(job, pod, work, processes))
 
 
-def cpu_way(job: Job) -> Arrangement:
+def cpu_way(job: Job, work: Work) -> Arrangement:
     """On CPU memory is no question at the sizes allowed there: one pass, nothing computed twice."""
     wish = job.plan
     full = job.method == "full"
@@ -326,7 +334,7 @@ def cpu_way(job: Job) -> Arrangement:
         passes=math.ceil(share / images),
         sharded=full and processes > 1,
         reshard=False,
-        checkpointing=bool(wish.checkpointing),
+        checkpointed=work.shape.blocks if wish.checkpointing else 0,
         compiled=bool(wish.compile),
         in_backward=_in_backward(job),
         states_on_host=False,

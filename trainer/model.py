@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import clip_rows, placements
@@ -55,11 +56,25 @@ def bare_model(shape: FluxShape) -> FluxTransformer2DModel:
 def prepare(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
     """Checkpointing, compiling, sharding, in the order in which they work together."""
     if plan.checkpointing:
-        model.enable_gradient_checkpointing()
+        checkpoint_blocks(model, plan.checkpointed_blocks)
     if plan.compile:
         model.compile_repeated_blocks(fullgraph=True)
     if plan.sharding == "fsdp":
         shard(model, plan.reshard_after_forward, world)
+
+
+def checkpoint_blocks(model: FluxTransformer2DModel, count: int) -> None:
+    """Of the first ``count`` blocks only the inputs are kept, and the rest is computed again in the backward pass.
+
+    The first, since the others' memory is free again when backward comes to them.
+    """
+    blocks = [*model.transformer_blocks, *model.single_transformer_blocks][:count]
+    chosen = {id(block) for block in blocks}
+
+    def run(block: nn.Module, *inputs: Any) -> Any:
+        return checkpoint(block, *inputs, use_reentrant=False) if id(block) in chosen else block(*inputs)
+
+    model.enable_gradient_checkpointing(run)
 
 
 def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:

@@ -217,14 +217,15 @@ def test_a_mask_of_ones_is_no_mask(flux_tiny: Path, world: World) -> None:
 
 def test_checkpointing_changes_no_gradient(flux_tiny: Path, world: World) -> None:
     gradients = []
-    for checkpointing in (False, True):
-        model = build_by(replace(PLAN, checkpointing=checkpointing), flux_tiny, world)
+    for count in (0, 1, FLUX_TINY.blocks):
+        model = build_by(replace(PLAN, checkpointed_blocks=count), flux_tiny, world)
         model.train()
         predict(model, make_batch(), 1.0, False).float().square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert gradient is not None, name
         assert torch.equal(gradient, gradients[1][name]), name
+        assert torch.equal(gradient, gradients[2][name]), name
 
 
 def test_a_plan_without_wishes_changes_nothing(flux_tiny: Path, world: World) -> None:
