@@ -24,6 +24,7 @@ from bootstrap.ways import (
     cpu_way,
     fastest,
     host_memory,
+    linked,
     refuse_contradictions,
     slowest,
     split_images,
@@ -68,6 +69,7 @@ class Plan:
     disk_bytes: int  # of all states at most, the one being written included
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
+    p2p: bool = True  # whether NCCL may let the GPUs talk to each other directly
 
     @property
     def checkpointing(self) -> bool:
@@ -137,6 +139,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         disk_bytes=disk,
         choices=choices,
         warnings=(),
+        p2p=pod.p2p,
     )
     warnings = [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
     warnings += _warn_scaling(job, pod, work, gpus, way)
@@ -149,7 +152,7 @@ def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) 
     known = [model for model in models if model]
     if not known or len(known) < len(models):
         return None
-    slowest = min(known, key=lambda model: model.tflops)
+    slowest = linked(min(known, key=lambda model: model.tflops), pod)
     work = estimate.work_of(job, base, image_sizes(job, data))
     step = estimate.seconds_per_step(work, _way_of(plan), slowest, max(plan.split))
     rounds = 1 + math.ceil(plan.steps / job.sample.every)
@@ -295,8 +298,8 @@ def _warn_gpus(pod: Pod, gpus: tuple[Gpu, ...]) -> list[str]:
         warnings.append(f"{', '.join(refused)}: stays idle, having no bf16.")
     for gpu in gpus:
         if gpu.free is not None and gpu.free < 0.9 * gpu.memory:
-            taken = in_gib(gpu.memory - gpu.free)
-            warnings.append(f"GPU {gpu.index} has {taken} in use by something else, which the plan does not count.")
+            taken, who = in_gib(gpu.memory - gpu.free), ", ".join(gpu.processes) or "something else"
+            warnings.append(f"GPU {gpu.index} has {taken} in use by {who}, which the plan does not count: end it.")
         if gpu.capability is None:
             warnings.append(f"GPU {gpu.index} ({gpu.name}) does not say whether it has bf16; it is tried.")
     return warnings

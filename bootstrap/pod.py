@@ -10,33 +10,17 @@ import contextlib
 import math
 import os
 import re
-import signal
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bootstrap.drivers import torch_cuda
-from bootstrap.gpus import find_gpu
+from bootstrap.nvidia_smi import NVIDIA_SMI_SECONDS, read_gpus
+from bootstrap.nvidia_smi import Gpu as Gpu
 
-MIB = 1 << 20
-FIELDS = ("index", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
-MORE_FIELDS = ("uuid", "mig.mode.current")  # asked for last, so that a shorter answer still reads well
-NVIDIA_SMI_SECONDS = 60.0  # a cold driver with 8 GPUs needs up to 30 s; a card that fell off the bus hangs for ever
 # What NCCL puts into /dev/shm for a GPU that others reach through host memory: about four channels of a 9.6 MB segment.
-NCCL_SHM = 40 * MIB
+NCCL_SHM = 40 << 20
 UNLIMITED = 1 << 60  # control groups of version 1 say "no limit" with a number near 2^63
-
-
-@dataclass(frozen=True)
-class Gpu:
-    index: int  # nvidia-smi's, in the order of the PCI bus
-    name: str
-    memory: int  # bytes in all
-    free: int | None = None  # bytes, where the driver says
-    driver: str = ""
-    capability: tuple[int, int] | None = None
-    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +32,7 @@ class Pod:
     disk_free: int  # bytes free on the volume; a network volume shows its whole cluster here, not the quota
     notes: tuple[str, ...] = ()
     cuda: str = ""  # version that the torch of this image is built with; "" without
+    p2p: bool = True  # whether GPUs may talk past the host's memory; False where that was seen to hang or to lie
 
 
 def read_pod(
@@ -80,121 +65,6 @@ def share_of(pod: Pod, gpus: int, total: int) -> Pod:
 def lacks_shm(processes: int, shm: int) -> bool:
     """Whether NCCL, which dies of a full /dev/shm, must be told to do without it."""
     return processes > 1 and shm < processes * NCCL_SHM
-
-
-# ---------------------------------------------------------------- GPUs
-
-
-def read_gpus(
-    nvidia_smi: str, environment: Mapping[str, str], time_limit: float
-) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The GPUs that CUDA may use, and notes on those missing."""
-    try:
-        code, output = _ask(nvidia_smi, (*FIELDS, *MORE_FIELDS), time_limit)
-        if code and "is not a valid field" in output:  # a driver of before 2022 knows no compute_cap
-            code, output = _ask(nvidia_smi, FIELDS[:-1], time_limit)
-    except OSError:
-        return (), (f"{nvidia_smi} is not there, which the platform brings along with the driver",)
-    except subprocess.TimeoutExpired:
-        return (), (
-            f"{nvidia_smi} did not answer within {time_limit:g} s, so the pod counts as one without GPU; a card or "
-            "the driver of this host hangs: restart the pod, or deploy it anew on another host",
-        )
-    gpus, notes = parse_gpus(output)
-    if code and (gpus or not notes):
-        notes = (*notes, f"nvidia-smi ended with code {code}: {_first_line(output)}")
-    if not gpus and not notes:
-        notes = ("nvidia-smi lists no GPU",)
-    seen, more = visible(gpus, environment.get("CUDA_VISIBLE_DEVICES"))
-    return seen, notes + more
-
-
-def _ask(nvidia_smi: str, fields: tuple[str, ...], time_limit: float) -> tuple[int, str]:
-    """Exit code and output of a query. A process that cannot even be killed (stuck in the driver) is left behind."""
-    command = [nvidia_smi, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=2)
-        raise
-    return process.returncode, output.decode(errors="replace")
-
-
-def parse_gpus(output: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """GPUs in nvidia-smi's answer, one comma-separated line each, and notes on lines that are no usable GPU."""
-    gpus: list[Gpu] = []
-    notes: list[str] = []
-    for line in output.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if not any(values):
-            continue
-        if not values[0].isdigit() or len(values) < 3:
-            notes.append(f"nvidia-smi: {line.strip()[:200]}")  # "No devices were found", a card that fell off the bus
-            continue
-        values += [""] * (len(FIELDS) + len(MORE_FIELDS) - len(values))
-        index, name, total, free, driver, capability, uuid, mig = values[: len(FIELDS) + len(MORE_FIELDS)]
-        known = find_gpu(name)
-        memory = _mebibytes(total) or (known.bytes if known and _not_told(total) else None)
-        if memory is None:
-            notes.append(f"GPU {index} ({name}) is left out: nvidia-smi says {total or 'nothing'} of its memory")
-        elif mig == "Enabled":
-            notes.append(
-                f"GPU {index} ({name}) is left out: it is cut into MIG slices, and a slice does not show its size or "
-                "speed here; rent a whole GPU"
-            )
-        else:
-            version = re.fullmatch(r"(\d+)\.(\d+)", capability)
-            from_table = known.capability if known else None
-            gpus.append(
-                Gpu(
-                    index=int(index),
-                    name=name,
-                    memory=memory,
-                    free=_mebibytes(free),
-                    driver=driver if driver[:1].isdigit() else "",
-                    capability=(int(version[1]), int(version[2])) if version else from_table,
-                    uuid=uuid,
-                )
-            )
-    return tuple(gpus), tuple(notes)
-
-
-def _mebibytes(text: str) -> int | None:
-    number = re.fullmatch(r"(\d+)( MiB)?", text)
-    return int(number[1]) * MIB if number and int(number[1]) > 0 else None
-
-
-def _not_told(text: str) -> bool:
-    """[N/A] means that this driver does not tell; ERR!, [Unknown Error] and [GPU is lost] mean that the card is ill."""
-    return text.strip("[]").lower() in ("n/a", "not supported", "")
-
-
-def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """What CUDA_VISIBLE_DEVICES leaves, read as CUDA reads it: the first entry that is no GPU ends the list."""
-    if setting is None:
-        return gpus, ()
-    chosen: list[Gpu] = []
-    for entry in setting.split(","):
-        word = entry.strip()
-        found = [
-            gpu for gpu in gpus if str(gpu.index) == word or (word.startswith("GPU-") and gpu.uuid[: len(word)] == word)
-        ]
-        if len(found) != 1 or found[0] in chosen:
-            break
-        chosen += found
-    if len(chosen) == len(gpus):
-        return tuple(chosen), ()
-    return tuple(chosen), (f"CUDA_VISIBLE_DEVICES={setting} leaves {len(chosen)} of {len(gpus)} GPUs",)
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip()[:200] for line in text.splitlines() if line.strip()), "no output")
 
 
 # ---------------------------------------------------------------- CPUs, memory, disks

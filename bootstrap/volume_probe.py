@@ -44,6 +44,7 @@ class VolumeFacts:
     free: int  # bytes that may be written: what the file system says, and what the stated quota leaves
     quota: int | None  # bytes, as stated by FLUXPOD_VOLUME_GB
     write_speed: float | None  # bytes/s, flushed; None where nothing could be written
+    read_speed: float | None = None  # bytes/s, of what was just written: as far as the system lets go of it
     kind: str = ""  # the file system's
     notes: tuple[str, ...] = ()
 
@@ -79,6 +80,7 @@ def probe_volume(
         free=free,
         quota=quota,
         write_speed=trial.speed,
+        read_speed=trial.read_speed,
         kind=mount.kind if mount else "",
         notes=tuple(notes),
     )
@@ -133,6 +135,7 @@ class _Trial:
     rename: bool = False
     fsync: bool = False
     speed: float | None = None
+    read_speed: float | None = None
 
 
 def _try_writing(root: Path, notes: list[str]) -> _Trial:
@@ -146,6 +149,7 @@ def _try_writing(root: Path, notes: list[str]) -> _Trial:
         second.write_bytes(b"old")
         trial.writable = True
         written = _write(first, trial, notes)
+        trial.read_speed = _read(first)
         _rename(first, second, written, trial, notes)
     except OSError as error:
         notes.insert(0, f"{root} cannot be written: {error.strerror}. {_remedy(root, error)}")
@@ -179,6 +183,16 @@ def _write(path: Path, trial: _Trial, notes: list[str]) -> int:
             )
     trial.speed = written / max(time.monotonic() - start, 1e-6)
     return written
+
+
+def _read(path: Path) -> float:
+    """Bytes/s of reading the file again, without what the system still holds of it, where it gives that up."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start, size = time.monotonic(), 0
+        while block := file.read(BLOCK):
+            size += len(block)
+    return size / max(time.monotonic() - start, 1e-6)
 
 
 def _rename(first: Path, second: Path, size: int, trial: _Trial, notes: list[str]) -> None:

@@ -15,7 +15,7 @@ from bootstrap import estimate
 from bootstrap.drivers import branch, least_driver
 from bootstrap.estimate import GIB, USABLE, Arrangement, Work, in_gib
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import GpuModel, find_gpu, has_bf16
+from bootstrap.gpus import PCIE, GpuModel, find_gpu, has_bf16
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
 from jobs.problem import JobError, Problem
@@ -190,7 +190,13 @@ def _overridden(job: Job) -> list[str]:
     return [key for key in keys if getattr(job.plan, key) is not None]
 
 
+def linked(gpu: GpuModel, pod: Pod) -> GpuModel:
+    """The model with the link that this pod gives it: without P2P all goes through the host's memory."""
+    return gpu if pod.p2p else replace(gpu, link=min(gpu.link, PCIE))
+
+
 def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room: int) -> Arrangement | None:
+    gpu = linked(gpu, pod)
     fitting = [way for way in _ways(job, pod, work, processes) if peak_of(work, way) <= room]
     share = max(split_images(job.images_per_step, processes))
 

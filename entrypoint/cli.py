@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pod = commands.add_parser("pod", help="what the image runs: watch jobs/ and run what is dropped there")
     _volume_option(pod)
 
+    probe = commands.add_parser("probe", help="measure this pod against what its GPUs should reach, in under a minute")
+    _volume_option(probe)
+
     states = commands.add_parser("states", help="list a run's states")
     states.add_argument("run", help="the run's name")
     states.add_argument("--verify", action="store_true", help="hash every byte")
@@ -92,6 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from entrypoint.convert import convert as convert_file
 
         return convert_file(options.file, options.output, options.dataset, options.gpus, volume)
+    if options.command == "probe":
+        from entrypoint.probe import show_probe
+
+        return show_probe(volume)
     if options.command == "states":
         from entrypoint.states import show_states
 

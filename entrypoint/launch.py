@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from bootstrap import clocks
 from bootstrap.lease import RENEW, STALE
 from bootstrap.plan import Plan
 from bootstrap.pod import free_bytes, lacks_shm
-from bootstrap.processes import living, reap, record_process
+from bootstrap.processes import end_with_parent, living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
 from entrypoint.environment import read_seconds
@@ -39,7 +38,7 @@ SHARE = "FLUXPOD_SHARE"  # "1/4": how many of the pod's GPUs such a run has; oth
 def end_with(parent: int) -> None:
     """Gives this process a TERM when its parent dies, so that a killed pod loop leaves no run behind that it does not
     know of. A run started by hand outlives its terminal."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2)
+    end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it died before
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -141,6 +140,8 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
         kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if lacks_shm(plan.processes, free_bytes(SHARED_MEMORY)):
             kept.setdefault("NCCL_SHM_DISABLE", "1")
+        if not plan.p2p:
+            kept["NCCL_P2P_DISABLE"] = "1"
     return kept
 
 

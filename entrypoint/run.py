@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bootstrap import clocks
+from bootstrap.bases import parse_base
 from bootstrap.cache import Cache, wanted_latents, wanted_texts, with_keys
 from bootstrap.dataset import Item, scan
+from bootstrap.download import find_fetched
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.outcome import (
     ACCESS_REFUSED,
@@ -38,7 +40,7 @@ from bootstrap.processes import living
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
 from bootstrap.volume import RunFolder, Volume, remove_parts, write_atomically
-from bootstrap.volume_probe import probe_volume
+from bootstrap.volume_probe import VolumeFacts, probe_volume
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
 from entrypoint.data_table import render_data
@@ -56,6 +58,7 @@ from entrypoint.launch import (
     stale_seconds,
     trainer_command,
 )
+from entrypoint.probe import examine
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, StatusFile
 from jobs.load import LoadedJob, load_job, read_text
@@ -256,7 +259,10 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
 def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
-    pod = pod_of_this_run(running)
+    facts = probe_volume(volume.root)
+    pod = pod_of_this_run(facts, running)
+    running.status.tell("preparing", "measuring the pod")
+    pod = examine(job, pod, facts, volume, running.say, running.stop, download=to_be_fetched(job.base, volume))
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
     running.preparing("data: looking through the pictures")
@@ -273,15 +279,20 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     return run, items
 
 
-def pod_of_this_run(running: Running) -> Pod:
+def pod_of_this_run(facts: VolumeFacts, running: Running) -> Pod:
     """The pod, or the part of it that the pod loop leaves to this run."""
-    root = running.volume.root
-    pod = replace(read_pod(root), disk_free=probe_volume(root).free)  # what the user says of a quota counts
+    pod = replace(read_pod(running.volume.root), disk_free=facts.free)  # what the user says of a quota counts
     share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", os.environ.get(SHARE, ""))
     if share is None or share[1] == share[2]:
         return pod
     running.say(f"GPUs: {share[1]} of this pod's {share[2]}; as much of its CPUs, RAM and free disk is counted on")
     return share_of(pod, int(share[1]), int(share[2]))
+
+
+def to_be_fetched(base: str, volume: Volume) -> bool:
+    """Whether the job's base comes from the hub and is not on the volume yet."""
+    found = parse_base(base, volume)
+    return found.kind == "hub" and not find_fetched(volume.models, found.repo, found.revision)
 
 
 def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:

@@ -484,6 +484,16 @@ class Job(Section):
         ge=1,
         le=64,
     )
+    least_speed: Number | None = key(
+        0.5,
+        doc="Least share of the normal speed of its model that each GPU must reach in the probe at the start; a slower "
+        "pod holds the job before anything is fetched. null runs anywhere.",
+        why="Pods of one name and price were seen to differ by a factor of four; healthy ones reach 0.8 and more.",
+        example=0.5,
+        left_out="no pod is too slow",
+        ge=0,
+        le=1,
+    )
     when_done: WhenDone = key(
         "idle",
         doc="What happens to the pod when the run is done: idle keeps it, stop stops it, terminate deletes it.",
