@@ -25,7 +25,7 @@ from bootstrap.gpus import PCIE, find_gpu
 from bootstrap.host_speeds import download_rate, hashing_rate
 from bootstrap.nvidia_smi import Gpu, Health, read_health
 from bootstrap.outcome import DONE, POD_WRONG, PodError
-from bootstrap.pod import Pod, read_pod
+from bootstrap.pod import Pod, free_bytes, lacks_shm, read_pod
 from bootstrap.probe import (
     CARD_PARTS,
     P2P_GAIN,
@@ -43,7 +43,8 @@ from bootstrap.probe import (
 )
 from bootstrap.volume import Volume
 from bootstrap.volume_probe import VolumeFacts, probe_volume
-from entrypoint.launch import Stop, free_port
+from bootstrap.ways import usable_gpus
+from entrypoint.launch import SHARED_MEMORY, Stop, free_port
 from jobs.schema import Job
 from jobs.secret import is_secret
 
@@ -80,6 +81,8 @@ def examine(job: Job, pod: Pod, facts: VolumeFacts, volume: Volume, say: Say, st
     Raises PodError where no GPU works, or the pod is slower than the job allows.
     """
     pod = second_witness(pod, os.environ)
+    if pod.gpus:
+        usable_gpus(pod)  # a driver too old for this torch has a better word than torch's own
     probe = known_probe(volume.runs, pod.gpus, job.least_speed)
     if probe:
         say(f"probe: measured before, on this pod since its boot. {verdict(probe)}")
@@ -240,7 +243,6 @@ def probe_links(
     if len(gpus) < 2:
         return [], True, []
     off = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
-    without_name = "no P2P"
     direct: dict[str, dict[str, Any]] = {}
     if not off:
         say("probe: between the GPUs")
@@ -248,7 +250,7 @@ def probe_links(
     say("probe: between the GPUs, without P2P")
     around = _run_links(gpus, dict(environment) | {"NCCL_P2P_DISABLE": "1"}, stop)
     measures = []
-    for suffix, found in (("", direct), (f", {without_name}", around)):
+    for suffix, found in (("", direct), (", no P2P", around)):
         for part, told in found.items():
             model = find_gpu(gpus[0].name)
             normal = None if model is None else PCIE if suffix else model.link
@@ -287,6 +289,8 @@ def _run_links(gpus: Sequence[Gpu], environment: Mapping[str, str], stop: Stop) 
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(len(gpus)),
     }
+    if lacks_shm(len(gpus), free_bytes(SHARED_MEMORY)):
+        settings.setdefault("NCCL_SHM_DISABLE", "1")
     command = [sys.executable, "-m", "trainer.probe", "links"]
     parts = ("all-reduce", "GPU to GPU")
     others = [Child(command, settings | {"RANK": str(rank)}) for rank in range(1, len(gpus))]

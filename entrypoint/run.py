@@ -21,8 +21,8 @@ from bootstrap import clocks
 from bootstrap.bases import parse_base
 from bootstrap.cache import Cache, wanted_latents, wanted_texts, with_keys
 from bootstrap.dataset import Item, scan
-from bootstrap.download import find_fetched
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
+from bootstrap.manifest import find_fetched
 from bootstrap.outcome import (
     ACCESS_REFUSED,
     CRASH,
@@ -291,8 +291,11 @@ def pod_of_this_run(facts: VolumeFacts, running: Running) -> Pod:
 
 def to_be_fetched(base: str, volume: Volume) -> bool:
     """Whether the job's base comes from the hub and is not on the volume yet."""
-    found = parse_base(base, volume)
-    return found.kind == "hub" and not find_fetched(volume.models, found.repo, found.revision)
+    named = parse_base(base, volume)
+    if named.kind != "hub":
+        return False
+    fetched = find_fetched(volume.models, named.repo, named.revision)
+    return fetched is None or not fetched[1].complete
 
 
 def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
