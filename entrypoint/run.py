@@ -39,7 +39,7 @@ from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
-from bootstrap.volume import RunFolder, Volume, remove_parts, write_atomically
+from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
 from bootstrap.volume_probe import VolumeFacts, probe_volume
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
@@ -395,7 +395,8 @@ def train(run: RunFile, running: Running) -> Outcome:
     def look() -> None:
         if progress.look():
             phase: Phase = "stopping" if running.stop.requested else "training"
-            running.status.tell(phase, phase + running.notice(), step=progress.step, steps=steps)
+            told = phase + dropped_attention(run.folder) + running.notice()
+            running.status.tell(phase, told, step=progress.step, steps=steps)
 
     def limit() -> float:
         return clocks.RUN if progress.step > start else clocks.NOTHING_NEW
@@ -418,6 +419,13 @@ def train(run: RunFile, running: Running) -> Outcome:
     if outcome.code == CRASH:
         print(f"The end of {run.folder.log}:\n{last_lines(run.folder.log)}", flush=True)
     return outcome
+
+
+def dropped_attention(folder: RunFolder) -> str:
+    """Which kernels the trainer's self-check found wrong on this pod, for the status; "" where none is."""
+    found = read_json(folder.attention)
+    wrong = [name for name, verdict in found["verdicts"].items() if not verdict["right"]] if found else []
+    return f" (without {', '.join(wrong)} attention, which is wrong on this card)" if wrong else ""
 
 
 def rotate(log: Path) -> None:

@@ -11,6 +11,8 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
 from trainer.attention import ATTENTIONS, Attention
 
+(FLASH,) = (attention for attention in ATTENTIONS if attention.name == "flash")
+
 
 class Spoilt(FluxAttnProcessor):
     def __init__(self, spoil: Callable[[torch.Tensor], torch.Tensor]):
@@ -23,7 +25,7 @@ class Spoilt(FluxAttnProcessor):
 
 def broken(name: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
     def switch_on(model: FluxTransformer2DModel) -> None:
-        ATTENTIONS[0].switch_on(model)
+        FLASH.switch_on(model)
         model.set_attn_processor(Spoilt(spoil))
 
     return Attention(name, switch_on, lambda device, masked: "")

@@ -13,13 +13,12 @@ from bootstrap.bases import FLUX_TINY
 from bootstrap.dataset import Item
 from bootstrap.outcome import PodError
 from bootstrap.volume import read_json
-from tests.broken_attention import HALF, NAN
+from tests.broken_attention import FLASH, HALF, NAN
 from tests.runs import PLAN, make_job, make_run, make_world
 from trainer import self_check
-from trainer.attention import ATTENTIONS, Attention, candidates
+from trainer.attention import Attention, candidates
 from trainer.self_check import Size, attention_by_definition, check, choose_attention, sizes_to_check
 
-FLASH = ATTENTIONS[0]
 SIZES = (Size(64, 64, 2, 64),)
 
 
