@@ -1,7 +1,7 @@
 """The attention kernels that the model can run with, the fastest first, and how each is switched on.
 
 Fast and wrong was met: cuDNN's attention, torch's own choice on Hopper, gives this model NaN gradients (H200, torch
-2.11; ``trainer/cudnn_attention.py`` has the cause and the cure). So none is trusted unseen: ``trainer/self_check.py``
+2.11), though it is right when the same shapes are tried alone. So none is trusted unseen: ``trainer/self_check.py``
 compares the first that fits with float32 mathematics, on the card, before training, and takes the next where it fails.
 """
 
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from diffusers import FluxTransformer2DModel
-
-from trainer.cudnn_attention import use_cudnn
 
 # What torch's own scaled_dot_product_attention may choose from; it takes the first of these that fits the inputs.
 _SDPA: dict[str, Callable[[bool], None]] = {
@@ -52,22 +50,6 @@ def _sdpa(*allowed: str) -> Callable[[FluxTransformer2DModel], None]:
     return switch_on
 
 
-_switch_to_flash = _sdpa("flash", "efficient", "math")
-
-
-def _switch_to_cudnn(model: FluxTransformer2DModel) -> None:
-    _switch_to_flash(model)  # for all but the model
-    use_cudnn(model)
-
-
-def _cudnn_cannot(device: torch.device, masked: bool) -> str:
-    if masked:
-        return "our cuDNN attention takes no mask"
-    if device.type != "cuda" or not (9, 0) <= torch.cuda.get_device_capability(device) < (11, 0):
-        return "cuDNN is the faster one on Hopper and the Blackwell cards of data centres"
-    return ""
-
-
 def _flash_cannot(device: torch.device, masked: bool) -> str:
     if device.type == "cuda" and masked:
         return "flash attention takes no mask"
@@ -81,8 +63,7 @@ def _efficient_cannot(device: torch.device, masked: bool) -> str:
 
 
 ATTENTIONS = (
-    Attention("cudnn", _switch_to_cudnn, _cudnn_cannot),
-    Attention("flash", _switch_to_flash, _flash_cannot),
+    Attention("flash", _sdpa("flash", "efficient", "math"), _flash_cannot),
     Attention("efficient", _sdpa("efficient", "math"), _efficient_cannot),
     Attention("math", _sdpa("math"), lambda device, masked: ""),
 )
