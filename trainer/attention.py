@@ -1,7 +1,7 @@
 """The attention kernels that the model can run with, the fastest first, and how each is switched on.
 
 Fast and wrong was met: cuDNN's attention, torch's own choice on Hopper, gives this model NaN gradients (H200, torch
-2.11), though it is right when the same shapes are tried alone. So none is trusted unseen: ``trainer/self_check.py``
+2.11; why, and how it is had without, is told in ``trainer/cudnn_attention.py``). So none is trusted unseen: ``trainer/self_check.py``
 compares the first that fits with float32 mathematics, on the card, before training, and takes the next where it fails.
 """
 
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from diffusers import FluxTransformer2DModel
+
+from trainer.cudnn_attention import use_cudnn
 
 # What torch's own scaled_dot_product_attention may choose from; it takes the first of these that fits the inputs.
 _SDPA: dict[str, Callable[[bool], None]] = {
@@ -62,7 +64,20 @@ def _efficient_cannot(device: torch.device, masked: bool) -> str:
     return "" if device.type == "cuda" else "there is no such kernel for the CPU"
 
 
+def _cudnn(model: FluxTransformer2DModel) -> None:
+    """By an operation of our own; torch's must never choose cuDNN beside it, for they would share its plans."""
+    _sdpa("flash", "efficient", "math")(model)
+    use_cudnn(model)
+
+
+def _cudnn_cannot(device: torch.device, masked: bool) -> str:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return "cuDNN's attention is the faster one from Hopper on"
+    return "cuDNN's attention is taken without masks only" if masked else ""
+
+
 ATTENTIONS = (
+    Attention("cudnn", _cudnn, _cudnn_cannot),
     Attention("flash", _sdpa("flash", "efficient", "math"), _flash_cannot),
     Attention("efficient", _sdpa("efficient", "math"), _efficient_cannot),
     Attention("math", _sdpa("math"), lambda device, masked: ""),
