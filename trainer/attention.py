@@ -1,8 +1,9 @@
 """The attention kernels that the model can run with, the fastest first, and how each is switched on.
 
 Fast and wrong was met: cuDNN's attention, torch's own choice on Hopper, gives this model NaN gradients (H200, torch
-2.11; why, and how it is had without, is told in ``trainer/cudnn_attention.py``). So none is trusted unseen: ``trainer/self_check.py``
-compares the first that fits with float32 mathematics, on the card, before training, and takes the next where it fails.
+2.11; why, and how it is had without, is told in ``trainer/cudnn_attention.py``). So none is trusted unseen:
+``trainer/self_check.py`` compares the first that fits with float32 mathematics, on the card, before training, and takes
+the next where it fails.
 """
 
 from __future__ import annotations
