@@ -16,13 +16,14 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from bench.cases import CASES, Case
-from bootstrap.cache import ShardWriter, wanted_texts, with_keys
+from bootstrap.cache import ShardWriter
 from bootstrap.dataset import Item
 from bootstrap.flux_shape import FluxShape
 from bootstrap.plan import DataSummary, make_plan
 from bootstrap.pod import read_pod
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume, write_json
+from bootstrap.wanted import wanted_crops, wanted_texts
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from trainer.model import build_model
@@ -61,7 +62,6 @@ def prepare(case: Case, volume: Volume) -> RunFile:
     items = tuple(
         Item(f"{i}.png", f"{i}", f"image {i}", 1, *bucket, bucket) for i in range(max(8, job.images_per_step))
     )
-    items = with_keys(items, weights, job.t5_mask)
     data = DataSummary(images=len(items), items_per_epoch=len(items), buckets=((*bucket, len(items)),))
     plan = make_plan(job, read_pod(volume.root), weights.shape, data)
     run = RunFile(job, plan, weights, volume.root)
@@ -84,11 +84,11 @@ def write_cache(items: tuple[Item, ...], run: RunFile) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = run.weights.shape
     with ShardWriter(run.cache) as writer:
-        for item in items:
-            width, height = item.bucket
+        for key, cropped in wanted_crops(run.job, items, run.weights).items():
+            width, height = cropped.item.bucket
             mean = torch.randn(16, height // 8, width // 8, generator=generator).mul(3).half()
-            writer.add(item.latent_key, {"mean": mean, "spread": torch.full_like(mean, 0.01)})
-        for key in wanted_texts(run.job, items, run.weights):
+            writer.add(key, {"mean": mean, "spread": torch.full_like(mean, 0.01)})
+        for key in wanted_texts(run.job, run.plan, items, run.weights):
             embeds = torch.randn(TEXT_TOKENS, shape.text_size, generator=generator).mul(0.2).bfloat16()
             pooled = torch.randn(shape.pooled_size, generator=generator).bfloat16()
             mask = torch.ones(TEXT_TOKENS, dtype=torch.bool)

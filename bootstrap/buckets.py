@@ -39,12 +39,24 @@ def bucket_of(width: int, height: int, resolution: int, step: int, upscale: bool
     return min((size for size in sizes if size[0] >= narrowest and size[1] >= lowest), key=distance)
 
 
-def crop_box(width: int, height: int, bucket: Size) -> Box:
-    """The centre part of an image that has the bucket's aspect ratio; resized to the bucket, it just covers it."""
+def crop_box(width: int, height: int, bucket: Size, focus: tuple[float, float] = (0.5, 0.5)) -> Box:
+    """The largest part of an image that has the bucket's aspect ratio; resized to the bucket, it just covers it.
+
+    Its middle is at ``focus`` (shares of the width and the height), or as near as the edges of the image let it be.
+    """
     scale = max(bucket[0] / width, bucket[1] / height)
     seen_width, seen_height = min(width, bucket[0] / scale), min(height, bucket[1] / scale)
-    left, top = (width - seen_width) / 2, (height - seen_height) / 2
+    left = min(max(focus[0] * width - seen_width / 2, 0.0), width - seen_width)
+    top = min(max(focus[1] * height - seen_height / 2, 0.0), height - seen_height)
     return left, top, left + seen_width, top + seen_height
+
+
+def shifted_crop_box(width: int, height: int, bucket: Size, across: float, down: float) -> Box:
+    """The part as large as ``crop_box``'s that lies ``across`` and ``down`` of its way from left to right and from top
+    to bottom, each from 0 to 1."""
+    left, top, right, bottom = crop_box(width, height, bucket, (0.0, 0.0))
+    x, y = across * (width - right), down * (height - bottom)
+    return left + x, top + y, right + x, bottom + y
 
 
 def cropped_away(width: int, height: int, bucket: Size) -> float:

@@ -1,10 +1,8 @@
 """What the encoders made of pictures and captions, kept on the volume by content.
 
-A key is a hash of everything the tensors depend on (the picture's bytes, its bucket, the caption, the encoders, how
-they are used), so a changed picture, caption or setting has another key, and nothing is ever out of date. The tensors
-lie in few large shards (safetensors; network volumes hate small files), named ``<key>.<tensor>``. A shard is written
-under a temporary name, flushed, then renamed: a kill loses the one being written. The shards' headers are the only
-index.
+What a key stands for is no matter here (bootstrap/wanted.py makes them). The tensors lie in few large shards
+(safetensors; network volumes hate small files), named ``<key>.<tensor>``. A shard is written under a temporary name,
+flushed, then renamed: a kill loses the one being written. The shards' headers are the only index.
 """
 
 from __future__ import annotations
@@ -14,86 +12,20 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from bootstrap.dataset import Item
 from bootstrap.processes import boot_id, pid_space, start_time
 from bootstrap.tensor_files import TensorEntry, TensorFileError, bytes_of, read_header, read_into, write_tensors
 from bootstrap.volume import flush_folder
-from bootstrap.weights import Weights
-from jobs.schema import Job
-
-# Raise when encoding itself changes (resizing, dtypes, tokenization): everything is then made anew.
-LATENT_VERSION = 1
-TEXT_VERSION = 1
 
 SHARD_ITEMS = 256
 SHARD_BYTES = 256 * 1024 * 1024  # 1000 latents at 512 px, 60 captions of 512 T5 tokens
 ABANDONED = 3600.0  # seconds after which another machine's temporary file is taken for a dead process's
 _PART = re.compile(r"\.shard-\w+\.(?P<machine>\w+)\.(?P<process>\d+)-(?P<start>\d+)\.part")
-
-
-def latent_key(digest: str, bucket: tuple[int, int], weights: Weights) -> str:
-    """The key of a picture (sha256 of its file) at a size."""
-    return _key("latent", LATENT_VERSION, digest, bucket[0], bucket[1], weights.digest)
-
-
-def text_key(text: str, weights: Weights, t5_mask: bool) -> str:
-    """The key of a caption or prompt."""
-    return _key("text", TEXT_VERSION, text, weights.text_tokens, t5_mask, weights.digest)
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def with_keys(items: Iterable[Item], weights: Weights, t5_mask: bool) -> tuple[Item, ...]:
-    """The items with their places in the cache."""
-    return tuple(
-        replace(
-            item,
-            latent_key=latent_key(item.digest, item.bucket, weights),
-            text_key=text_key(item.caption, weights, t5_mask),
-        )
-        for item in items
-    )
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text to encode: what it is, how, and whose, for messages."""
-
-    text: str
-    t5_mask: bool
-    owner: str
-
-
-def wanted_texts(job: Job, items: Iterable[Item], weights: Weights) -> dict[str, Text]:
-    """By key: every caption, the empty one where captions are dropped, and the prompts of the samples.
-
-    Prompts are encoded without T5's mask, whatever the job trains with: samples are drawn as people will draw.
-    """
-    texts: dict[str, Text] = {}
-    for item in items:
-        texts.setdefault(item.text_key, Text(item.caption, job.t5_mask, item.path))
-    if job.caption_dropout > 0:
-        texts.setdefault(text_key("", weights, job.t5_mask), Text("", job.t5_mask, "the empty caption"))
-    for prompt in job.sample.prompts:
-        texts.setdefault(text_key(prompt, weights, t5_mask=False), Text(prompt, False, f"the prompt {prompt!r}"))
-    return texts
-
-
-def wanted_latents(items: Iterable[Item]) -> dict[str, Item]:
-    """By key: one item of every picture in every bucket, bucket by bucket."""
-    latents: dict[str, Item] = {}
-    for item in sorted(items, key=lambda item: item.bucket):
-        latents.setdefault(item.latent_key, item)
-    return latents
 
 
 class Cache:

@@ -1,14 +1,22 @@
-"""Captions beside images: which file belongs to which image, how its bytes become text, and where the trigger goes.
+"""Captions: which file belongs to which image, how its bytes become text, and what training reads of it.
 
-A caption is literal: braces, percent signs and several lines reach the tokenizer as they stand.
+A caption is literal: braces, percent signs and several lines reach the tokenizer as they stand, unless its dataset says
+``wildcards``, ``multiline`` or ``shuffle_tags``. Then a text is drawn each time the image is seen: a line of the
+caption, in it a word of each choice, then an order of the tags; the trigger, the prefix and the suffix come last.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, permutations
 from pathlib import Path
+
+import numpy as np
+
+from bootstrap.wildcards import choose, every, parse
+from jobs.schema import DatasetEntry
 
 CAPTION_ENDINGS = (".txt", ".caption")
 TRIGGER_TOKEN = "[trigger]"
@@ -71,9 +79,50 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     return f"{trigger} {caption}".strip()
 
 
-def looks_like_choices(caption: str) -> bool:
-    """Written for a tool that draws one line, or one word of ``{a|b}``: that it is literal here must be said."""
-    return "\n" in caption or re.search(r"\{[^{}]*\|[^{}]*\}", caption) is not None
+def draw_text(caption: str, entry: DatasetEntry, generator: np.random.Generator) -> str:
+    """What an image of the dataset ``entry`` is trained with this time."""
+    text = choose(parse(caption, entry.wildcards, entry.multiline), generator).strip()
+    if entry.shuffle_tags:
+        kept, tags = _tags(text, entry.keep_tags)
+        # By sorting raw numbers: numpy may draw other permutations in another version, but never other numbers.
+        order = np.argsort(generator.bit_generator.random_raw(len(tags)), kind="stable")
+        text = ", ".join([*kept, *(tags[place] for place in order)])
+    return dressed(text, entry)
+
+
+def every_text(caption: str, entry: DatasetEntry, most: int) -> tuple[str, ...] | None:
+    """All that ``draw_text`` may give, each text once; None where it is more than ``most``."""
+    # Alike ones come again and again from {a|a}{a|a}..., so what is looked at is limited too.
+    looked_at = islice(_texts(caption, entry), 8 * most + 1)
+    texts = dict.fromkeys(dressed(text, entry) for text in looked_at)
+    return tuple(texts) if len(texts) <= most and next(looked_at, None) is None else None
+
+
+def _texts(caption: str, entry: DatasetEntry) -> Iterator[str]:
+    for text in every(parse(caption, entry.wildcards, entry.multiline)):
+        if entry.shuffle_tags:
+            kept, tags = _tags(text, entry.keep_tags)
+            yield from (", ".join([*kept, *order]) for order in permutations(tags))
+        else:
+            yield text.strip()
+
+
+def _tags(text: str, keep: int) -> tuple[list[str], list[str]]:
+    """The parts of ``text`` between commas: those that stay in front, and the others."""
+    tags = [tag.strip() for tag in text.split(",")]
+    tags = [tag for tag in tags if tag]
+    return tags[:keep], tags[keep:]
+
+
+def dressed(text: str, entry: DatasetEntry) -> str:
+    """A drawn text with the dataset's prefix, suffix and trigger."""
+    parts = (entry.prefix, text, entry.suffix)
+    return with_trigger(" ".join(part.strip() for part in parts if part and part.strip()), entry.trigger)
+
+
+def has_wildcards(caption: str) -> bool:
+    """Written for a tool that draws one word of ``{a|b}``."""
+    return re.search(r"\{[^{}]*\|[^{}]*\}", caption) is not None
 
 
 def shown(names: Sequence[str], most: int = 5) -> str:

@@ -11,18 +11,20 @@ import hashlib
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from bootstrap.archives import ArchiveError, is_zip
 from bootstrap.buckets import bucket_of, cropped_away
-from bootstrap.captions import Sidecars, decode_text, looks_like_choices, shown, with_trigger
+from bootstrap.caption_lists import CaptionListError, is_list, list_key, read_list
+from bootstrap.captions import Sidecars, decode_text, dressed, has_wildcards, shown
 from bootstrap.folders import Folder, named_repeats, walk
 from bootstrap.images import ImageFacts
 from bootstrap.inspection import Remembered, look_at_all
 from bootstrap.plan import DataSummary
 from bootstrap.volume import Volume
+from bootstrap.wildcards import unmatched
 from jobs.problem import JobError, Problem
 from jobs.schema import DatasetEntry, Job
 
@@ -40,21 +42,20 @@ MOST_CROPPED = 0.5  # beyond this share of a picture's area, the crop is worth a
 PROGRESS_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One picture in one bucket: what is cached, and what is trained on."""
 
     path: str  # below the volume, with /; absolute where it lies elsewhere
     digest: str  # sha256 of the file's bytes
-    caption: str  # with the trigger
+    caption: str  # as written; what is trained with is drawn from it, see bootstrap.captions
     repeats: int  # per epoch
     width: int  # of the upright picture, pixels
     height: int
     bucket: tuple[int, int]  # width, height it is trained at, pixels
+    dataset: int = 0  # the number of its entry among the job's datasets
     mask: str = ""  # "alpha", the path of its mask file (as ``path``), or "" for none
     mask_digest: str = ""  # sha256 of the mask file's bytes
-    latent_key: str = ""  # keys into the cache, see bootstrap.cache.with_keys
-    text_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def scan(job: Job, volume: Volume, progress: Progress | None = None, *, remember
     Raises JobError with all that is wrong with any of them.
     """
     entries = [
-        _Entry(job, volume, entry, f"datasets[{index}]", progress or (lambda line: None), remember)
+        _Entry(job, volume, entry, index, progress or (lambda line: None), remember)
         for index, entry in enumerate(job.datasets)
     ]
     for entry in entries:
@@ -116,7 +117,7 @@ class _Entry:
     job: Job
     volume: Volume
     entry: DatasetEntry
-    key: str
+    index: int  # among the job's datasets
     progress: Progress
     remember: bool
     problems: list[Problem] = field(default_factory=list)
@@ -125,10 +126,15 @@ class _Entry:
     images: int = 0
     captions: int = 0
     skipped: int = 0
+    listed: dict[str, str] = field(default_factory=dict)  # captions from lists not taken yet, by list_key of the image
     stray: list[str] = field(default_factory=list)  # text files that belong to no image
     likely: list[str] = field(default_factory=list)  # those of them whose names look like captions
     # What is said of pictures -> their names: a note tells of all of them at once.
     said: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def key(self) -> str:
+        return f"datasets[{self.index}]"
 
     def read(self) -> None:
         root = self.volume.resolve(self.entry.path)
@@ -152,6 +158,8 @@ class _Entry:
                 )
             self.problems.append(why)
             return
+        for folder in tree.folders:
+            self._read_lists(folder)
         for folder in tree.folders:
             self._take(folder, facts.get(folder.name, {}))
         self._tell_repeats(root, facts, tree.folders)
@@ -211,20 +219,21 @@ class _Entry:
         for name, image in facts.items():
             self.images += 1
             sidecar = sidecars.of(name)
-            text = ""
+            text = self.listed.pop(list_key(_below(folder, name)), "")
             if sidecar is not None:
                 claimed.add(sidecar)
-                self.captions += 1
                 text = self._caption_text(folder, sidecar)
+            if sidecar is not None or text:
+                self.captions += 1
             else:
-                self.said["without a caption file"].append(_below(folder, name))
+                self.said["without a caption"].append(_below(folder, name))
             text = text or self.entry.caption or folder.class_text
-            for note in image.notes:
+            for note in (*image.notes, *self._doubts(text)):
                 self.said[note].append(_below(folder, name))
-            self._add_items(folder, name, image, with_trigger(text, self.entry.trigger))
+            self._add_items(folder, name, image, text)
         stems = {Path(name).stem for name in facts} | LISTS_OF_CAPTIONS
         for name in folder.files:
-            if Path(name).suffix.lower() in TEXT_ENDINGS and name not in claimed:
+            if Path(name).suffix.lower() in TEXT_ENDINGS and name not in claimed and not is_list(name):
                 self.stray.append(_below(folder, name))
                 if Path(name).stem in stems:
                     self.likely.append(_below(folder, name))
@@ -239,10 +248,32 @@ class _Entry:
             self.said[f"captions {note}"].append(_below(folder, sidecar))
         if not text:
             self.said["empty caption files"].append(_below(folder, sidecar))
-        if looks_like_choices(text):
-            said = "captions with several lines or {a|b} are learned as they stand"
-            self.said[said].append(_below(folder, sidecar))
         return text
+
+    def _read_lists(self, folder: Folder) -> None:
+        """Takes the captions that the lists in ``folder`` have for images there and below."""
+        for name in filter(is_list, folder.files):
+            try:
+                captions, note = read_list(name, folder.read(name))
+            except OSError as error:
+                problem = f"cannot be read ({error.strerror})"
+                self.problems.append(Problem(f"{_below(folder, name)}: {problem}", key=self.key))
+            except CaptionListError as error:
+                remedy = 'Each row needs an image and its caption, such as {"file_name": "a.jpg", "text": "..."}'
+                self.problems.append(Problem(f"{_below(folder, name)}: {error}", remedy, self.key))
+            else:
+                self.listed |= {list_key(_below(folder, image)): text for image, text in captions.items()}
+                if note:
+                    self.said[f"captions {note}"].append(_below(folder, name))
+
+    def _doubts(self, caption: str) -> Iterator[str]:
+        """What may not be meant by the way a caption is written."""
+        if not self.entry.multiline and "\n" in caption:
+            yield "captions of several lines are learned as they stand (multiline: true draws a line)"
+        if not self.entry.wildcards and has_wildcards(caption):
+            yield "captions with {a|b} are learned as they stand (wildcards: true draws a word)"
+        if self.entry.wildcards and unmatched(caption):
+            yield "a { or } in the caption lacks its partner and is taken as it stands"
 
     def _add_items(self, folder: Folder, name: str, image: ImageFacts, caption: str) -> None:
         """One item for each bucket that the picture has at the resolutions asked for."""
@@ -271,6 +302,7 @@ class _Entry:
                     width=image.width,
                     height=image.height,
                     bucket=bucket,
+                    dataset=self.index,
                 )
             )
 
@@ -293,17 +325,22 @@ class _Entry:
             self.problems.append(
                 Problem(
                     f"captions: 0/{self.images}, but there are other text files: {shown(suspects)}",
-                    "Captions are read from name.txt or name.caption beside each name.jpg: rename them, or write "
+                    "Captions are read from name.txt or name.caption beside each name.jpg, and from metadata.jsonl or "
+                    "metadata.csv: rename them, or write "
                     'caption: "..." for all images without one',
                     f"{self.key}.path",
                 )
             )
         self.notes.append(f"captions: {self.captions}/{self.images}")
+        if self.listed:
+            self.notes.append(
+                f"lists name {len(self.listed)} images that are not there, or not used: {shown(sorted(self.listed))}"
+            )
         if self.captions == 0:
-            self.said.pop("without a caption file", None)  # the line above says it
+            self.said.pop("without a caption", None)  # the line above says it
         if self.stray:
             self.notes.append(f"text files that belong to no image: {shown(self.stray)}")
-        empty = sum(1 for item in self.items if not item.caption)
+        empty = sum(1 for item in self.items if not dressed(item.caption, self.entry))
         if empty:
             self.notes.append(f"{empty} items are learned with an empty caption: write captions, a trigger or caption")
 

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from bootstrap.buckets import Size, crop_box
+from bootstrap.buckets import Size
+from bootstrap.captions import dressed
 from bootstrap.dataset import Dataset, Item
 from bootstrap.images import ImageError, view
 from bootstrap.inspection import AT_ONCE, in_order
 from bootstrap.pictures import read_item
 from bootstrap.volume import Volume, write_atomically
+from bootstrap.wanted import crops_of
 from jobs.schema import Job
 
 MOST = 60  # pictures on a sheet: more cannot be looked at, and none of the larger sets fits anyway
@@ -78,13 +80,15 @@ def _cell(job: Job, item: Item, volume: Volume) -> Cell:
         picture, mask = read_item(item, volume)
     except ImageError as error:
         return Cell(None, size, name, str(error))
-    seen = view(picture, item.bucket, crop_box(item.width, item.height, item.bucket), mask)
+    entry = job.datasets[item.dataset]
+    crop = crops_of(item, entry)[0]
+    seen = view(picture, item.bucket, crop.box, mask)
     pixels = seen.pixels
     if seen.mask is not None:
         pixels = (pixels * (DIMMED + (1 - DIMMED) * seen.mask[..., None] / 255)).astype(np.uint8)
     shown = Image.fromarray(pixels)
     shown.thumbnail((PICTURE, PICTURE), Image.Resampling.LANCZOS)
-    return Cell(shown, size, name, item.caption or "(empty caption)")
+    return Cell(shown, size, name, dressed(item.caption, entry) or "(empty caption)")
 
 
 def draw_sheet(cells: Sequence[Cell]) -> Image.Image:

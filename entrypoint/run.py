@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bootstrap import clocks
 from bootstrap.bases import parse_base
-from bootstrap.cache import Cache, wanted_latents, wanted_texts, with_keys
+from bootstrap.cache import Cache
 from bootstrap.dataset import Item, scan
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.manifest import find_fetched
@@ -41,6 +41,7 @@ from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
 from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
 from bootstrap.volume_probe import VolumeFacts, probe_volume
+from bootstrap.wanted import wanted_crops, wanted_texts
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
 from entrypoint.data_table import render_data
@@ -273,10 +274,9 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     plan = make_plan(job, pod, weights.shape, dataset.summary())
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)
-    items = with_keys(dataset.items, weights, job.t5_mask)
     run = RunFile(job, plan, weights, volume.root, state.path if state else None)
-    run.write(items)
-    return run, items
+    run.write(dataset.items)
+    return run, dataset.items
 
 
 def pod_of_this_run(facts: VolumeFacts, running: Running) -> Pod:
@@ -355,8 +355,8 @@ def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
         for note in cache.notes:
             running.say(f"cache: {note}")
         cache.tidy()
-        images = cache.missing(wanted_latents(items))
-        texts = cache.missing(wanted_texts(run.job, items, run.weights))
+        images = cache.missing(wanted_crops(run.job, items, run.weights))
+        texts = cache.missing(wanted_texts(run.job, run.plan, items, run.weights))
     if not images and not texts:
         running.say("cache: everything is there")
         return

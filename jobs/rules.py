@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 
 def contradictions(written: Mapping[str, Any]) -> list[Finding]:
     """Errors between keys. Values may still be of a wrong kind here: those are reported elsewhere and ignored."""
-    checks = (_length, _method, _noise, _base, _optimizer, _schedule, _sample, _save, _gpus, _buckets)
+    checks = (_length, _method, _noise, _base, _optimizer, _schedule, _sample, _save, _gpus, _buckets, _datasets)
     return [finding for check in checks for finding in check(written)]
 
 
@@ -137,6 +137,18 @@ def _buckets(written: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(("bucket_step",), f"{step} is more than the resolution {smallest}", f"Write {smallest} or less")
 
 
+def _datasets(written: Mapping[str, Any]) -> Iterator[Finding]:
+    entries = written.get("datasets")
+    for index, entry in enumerate(entries if isinstance(entries, (list, tuple)) else ()):
+        if not isinstance(entry, Mapping):
+            continue
+        if entry.get("keep_tags") and not entry.get("shuffle_tags"):
+            remedy = "Delete it, or write shuffle_tags: true"
+            yield Finding(("datasets", index, "keep_tags"), "has no effect without shuffle_tags", remedy)
+        if "crop" in entry and entry.get("random_crops"):
+            yield Finding(("datasets", index, "crop"), "has no effect with random_crops", "Delete one of the two")
+
+
 # ---------------------------------------------------------------- settings known to ruin a run
 
 # Learning rates that have been seen to work, with the usual optimizers and stochastic rounding. Below, nothing happens
@@ -147,7 +159,7 @@ _PRODIGY_RATES = (0.1, 2.0)
 
 def doubts(job: Job) -> list[Finding]:
     """Warnings, each with its cure."""
-    checks = (_rate, _guidance, _strength, _levels, _pace)
+    checks = (_rate, _guidance, _strength, _levels, _pace, _weights)
     return [finding for check in checks for finding in check(job)]
 
 
@@ -209,3 +221,9 @@ def _pace(job: Job) -> Iterator[Finding]:
     if job.steps is not None and job.warmup >= job.steps:
         message = f"the learning rate rises for {job.warmup} steps, and the run has {job.steps}: it never arrives"
         yield Finding(("warmup",), message, f"Write warmup: {job.steps // 10}")
+
+
+def _weights(job: Job) -> Iterator[Finding]:
+    for index, entry in enumerate(job.datasets):
+        if entry.weight == 0:
+            yield Finding(("datasets", index, "weight"), "0 trains on these pictures in vain", "Delete the dataset")

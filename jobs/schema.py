@@ -14,11 +14,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jobs.values import (
+    CROP_POINTS,
     Address,
     AnyText,
     BadImages,
     BucketStep,
     Count,
+    CropFocus,
     FilePath,
     KeptWeights,
     MethodName,
@@ -130,8 +132,8 @@ class DatasetEntry(Section):
     )
     trigger: Text | None = key(
         None,
-        doc="A word that takes the place of [trigger] in captions, and is put before those that lack it. Prompts with "
-        "it call up what was learned.",
+        doc="A word that takes the place of [trigger] in captions, prefix and suffix, and is put before captions that "
+        "lack it. Prompts with it call up what was learned.",
         why="A word that means nothing yet is best.",
         example="pprflwr",
         left_out="nothing is put before captions",
@@ -141,6 +143,76 @@ class DatasetEntry(Section):
         doc="The caption of pictures that have none.",
         example="a photo of a paper flower",
         left_out="the trigger, or the name of a folder such as 5_name",
+    )
+    prefix: AnyText | None = key(
+        None, doc="Text before every caption.", example="a photo of [trigger],", left_out="nothing"
+    )
+    suffix: AnyText | None = key(None, doc="Text behind every caption.", example="film grain", left_out="nothing")
+    multiline: Switch = key(
+        False,
+        doc="Whether a caption of several lines is one line of it, drawn anew each time its image is seen.",
+        why="Captions are taken as they stand.",
+    )
+    wildcards: Switch = key(
+        False,
+        doc="Whether {red|green|blue} in a caption is one of these words, drawn anew each time. A choice may be empty "
+        "({|bright }red) or hold others; {{ and }}, or \\{ and \\}, are plain braces.",
+        why="Captions are taken as they stand.",
+    )
+    shuffle_tags: Switch = key(
+        False,
+        doc="Whether what stands between the commas of a caption is put in another order each time.",
+        why="Only for captions that are lists of tags; sentences lose their sense.",
+    )
+    keep_tags: Count = key(
+        0, doc="How many tags stay in front; only with shuffle_tags.", why="The trigger is in front anyway.", ge=0
+    )
+    caption_dropout: Number | None = key(
+        None,
+        doc="Share of the images of this folder that are trained with an empty caption, from 0 to 1.",
+        example=0.1,
+        left_out="the caption_dropout of the job",
+        ge=0,
+        le=1,
+    )
+    crop: CropFocus = key(
+        "center",
+        doc="Which part of a picture is kept where its proportions are not those of its training size: center, top, "
+        "bottom, left, right, or the point to keep in the middle, [x, y] from 0 to 1.",
+        why="Little is cropped unless a picture is very long.",
+        example=[0.5, 0.3],
+    )
+    random_crops: Count = key(
+        0,
+        doc="Crop each picture at so many places, drawn by chance, and train on one of them each time. Each is cached.",
+        why="Little is cropped, so little is gained.",
+        ge=0,
+        le=16,
+    )
+    flip: Switch = key(
+        False,
+        doc="Whether a picture is mirrored every other time. Cached both ways.",
+        why="It mirrors writing, partings and left hands, too.",
+    )
+    weight: Number = key(
+        1.0,
+        doc="How much a picture of this folder counts in the loss. Pictures that shall only keep the model from "
+        "forgetting (regularisation images) are a folder of their own, with a weight such as 0.5.",
+        why="All pictures are alike.",
+        ge=0,
+        le=100,
+    )
+    mask_floor: Number = key(
+        0.0,
+        doc="How much counts, from 0 to 1, what a mask hides; only with mask.",
+        why="What is masked is not to be learned. 0.1 keeps the surroundings sound.",
+        ge=0,
+        le=1,
+    )
+    mask_normalize: Switch = key(
+        False,
+        doc="Whether a picture counts the same however much of it is masked; only with mask.",
+        why="Every place that is not masked counts the same.",
     )
     resolution: Resolution | None = key(
         None,
@@ -152,6 +224,11 @@ class DatasetEntry(Section):
     @property
     def resolutions(self) -> tuple[int, ...] | None:
         return None if self.resolution is None else _sizes(self.resolution)
+
+    @property
+    def focus(self) -> tuple[float, float]:
+        """``crop`` as a point: shares of the width and the height, from the left and the top."""
+        return CROP_POINTS[self.crop] if isinstance(self.crop, str) else self.crop
 
 
 class Save(Section):

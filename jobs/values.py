@@ -35,6 +35,13 @@ SCHEDULE_ARGS = {
 SCHEDULES = tuple(SCHEDULE_ARGS)
 LORA_TARGETS = ("attention+feed-forward", "all-linear", "attention")
 METHODS = ("lora", "full")
+CROP_POINTS = {
+    "center": (0.5, 0.5),
+    "top": (0.5, 0.0),
+    "bottom": (0.5, 1.0),
+    "left": (0.0, 0.5),
+    "right": (1.0, 0.5),
+}
 TIMESTEP_SAMPLINGS = ("flux_shift", "shift", "sigmoid", "uniform")
 
 
@@ -87,10 +94,11 @@ def _count(value: Any) -> int:
     number = _number(value)
     if number != int(number):
         raise wrong(f"{shown(value)} is not a whole number", f"Write {round(number)}, for example")
-    if abs(number) >= 2**63:
-        raise wrong(f"{shown(value)} is too large", "Write a smaller number")
     digits = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
-    return int(value) if digits or isinstance(value, int) else int(number)  # a float holds only 53 bits of it
+    whole = int(value) if digits or isinstance(value, int) else int(number)  # a float holds only 53 bits of it
+    if abs(whole) >= 2**63:
+        raise wrong(f"{shown(value)} is too large", "Write a smaller number")
+    return whole
 
 
 def _text(value: Any) -> str:
@@ -202,6 +210,15 @@ def _bucket_step(value: Any) -> int:
     return _in_steps_of_16(_count(value), 16, 512)
 
 
+def _crop_focus(value: Any) -> str | tuple[float, float]:
+    if not isinstance(value, (list, tuple)):
+        return _choose(value, tuple(CROP_POINTS), otherwise="")
+    point = tuple(_number(each) for each in value)
+    if len(point) != 2 or not all(0 <= share <= 1 for share in point):
+        raise wrong("the list is no point of a picture", "Write [x, y], both from 0 to 1, such as [0.5, 0.3]")
+    return point[0], point[1]
+
+
 def _targets(value: Any) -> str | tuple[str, ...]:
     if isinstance(value, (list, tuple)):
         if not value:
@@ -262,6 +279,12 @@ Targets = Annotated[
     str | tuple[str, ...],
     BeforeValidator(_targets),
     json_schema(anyOf=[{"enum": list(LORA_TARGETS)}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]),
+]
+_SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+CropFocus = Annotated[
+    str | tuple[float, float],
+    BeforeValidator(_crop_focus),
+    json_schema(anyOf=[{"enum": list(CROP_POINTS)}, {"type": "array", "items": _SHARE, "minItems": 2, "maxItems": 2}]),
 ]
 KeptWeights = Annotated[
     int | Literal["all"],

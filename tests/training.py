@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from bootstrap.cache import Cache, wanted_latents, wanted_texts, with_keys
+from bootstrap.cache import Cache
 from bootstrap.dataset import scan
 from bootstrap.outcome import Outcome
 from bootstrap.plan import make_plan
@@ -31,6 +31,7 @@ from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states
 from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume
+from bootstrap.wanted import wanted_crops, wanted_texts
 from bootstrap.weights import fetch_weights
 from entrypoint.drawn import draw_dataset
 from entrypoint.launch import free_port
@@ -133,12 +134,11 @@ def prepared(volume: Volume, resume: State | None = None, **keys: Any) -> RunFil
     weights = fetch_weights(job, volume, None, lambda line: None)
     dataset = scan(job, volume)
     plan = replace(make_plan(job, POD, weights.shape, dataset.summary()), threads=1)
-    items = with_keys(dataset.items, weights, job.t5_mask)
     run = RunFile(job, plan, weights, volume.root, resume.path if resume else None)
     assert not run.folder.root.exists(), f"there is a run called {job.name} already"
-    run.write(items)
+    run.write(dataset.items)
     cache = Cache(run.cache)
-    if cache.missing([*wanted_latents(items), *wanted_texts(job, items, weights)]):
+    if cache.missing([*wanted_crops(job, dataset.items, weights), *wanted_texts(job, plan, dataset.items, weights)]):
         log = run.folder.log
         assert finish([start(_encode, run.folder.run_file, log=log)], log) == [0], log.read_text()
     return run

@@ -20,9 +20,10 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from bootstrap.draws import Use, draw
 from bootstrap.layout import module_in_bfl
 from jobs.schema import Lora
-from trainer.randomness import Use, draw, name_key
+from trainer.randomness import name_key
 
 _ATTENTION = re.compile(r".*\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)")
 _FEED_FORWARD = re.compile(r".*\.(ff|ff_context)\.net\.(0\.proj|2)|single_transformer_blocks\.\d+\.proj_(mlp|out)")

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 import torch
 
-from bootstrap.cache import Cache, text_key
+from bootstrap.cache import Cache
 from bootstrap.dataset import Item
+from bootstrap.draws import Use, draw
+from bootstrap.order import Step, StepOrder
 from bootstrap.run_file import RunFile
+from bootstrap.wanted import Crop, crop_at, latent_key, mask_key, text_at, text_key
 from jobs.schema import Job
-from trainer.flow import image_ids, noise_level, pack
-from trainer.order import Pass, Step, epoch_order, share_out
-from trainer.randomness import Use, draw
+from trainer.flow import image_ids, mask_weights, noise_level, pack
+from trainer.order import Pass, share_out
 
 AHEAD = 3  # steps prepared in advance
 
@@ -35,7 +36,10 @@ class Latents:
 
 @dataclass(frozen=True)
 class Batch:
-    """One pass of one process. ``weights`` are 1, or 0 for a dummy that only keeps the processes in step."""
+    """One pass of one process.
+
+    ``weights`` are those of the images' datasets, or 0 for a dummy that only keeps the processes in step.
+    """
 
     noisy: torch.Tensor  # [batch, image tokens, 64]
     target: torch.Tensor  # the same
@@ -43,6 +47,7 @@ class Batch:
     text: torch.Tensor  # [batch, text tokens, text size]
     pooled: torch.Tensor  # [batch, pooled size]
     text_mask: torch.Tensor  # [batch, text tokens], bool
+    mask: torch.Tensor  # [batch, image tokens, 4]: what each place of the latent counts in the loss
     image_ids: torch.Tensor  # [image tokens, 3]
     weights: torch.Tensor  # [batch]
 
@@ -74,17 +79,13 @@ class TrainingData:
         self.threads = max(1, run.plan.workers)
         self.pin = run.plan.device == "cuda"
         self.buckets = [item.bucket for item in items]
-        self.steps_per_epoch = run.plan.steps_per_epoch
+        self.weights = run.weights
+        self.order = StepOrder(items, run.job, run.plan.steps_per_epoch)
         self.cache = Cache(run.cache)
-        self.empty_caption = text_key("", run.weights, self.job.t5_mask)
-        self._epoch = lru_cache(maxsize=2)(
-            lambda epoch: epoch_order(items, self.job.seed, epoch, self.job.images_per_step, self.job.mixes_buckets)
-        )
 
     def step(self, index: int) -> Step:
         """The items of global step ``index``, counted from 0 over all epochs; a pure function of the seed."""
-        epoch, place = divmod(index, self.steps_per_epoch)
-        return self._epoch(epoch)[place]
+        return self.order.step(index)
 
     def prepared(self, first: int, stop: int) -> Iterator[StepData]:
         """The data of steps ``first`` to ``stop``, in order, prepared ahead."""
@@ -113,7 +114,8 @@ class TrainingData:
         ]
         stacked = {name: torch.stack([image[name] for image in images]) for name in images[0]}
         width, height = share.bucket
-        batch = Batch(image_ids=image_ids(height // 8, width // 8), weights=torch.ones(len(images)), **stacked)
+        weights = torch.tensor([self.job.datasets[self.items[item].dataset].weight for item in share.items])
+        batch = Batch(image_ids=image_ids(height // 8, width // 8), weights=weights, **stacked)
         return batch.pinned() if self.pin else batch
 
     def _dummy(self, index: int, shares: Sequence[Pass | None]) -> Batch:
@@ -127,7 +129,8 @@ class TrainingData:
     def example(self, step: int, place: int, item: Item) -> dict[str, torch.Tensor]:
         """One image as it is seen at (step, place): its latent, noise, noise level and caption."""
         job, seed = self.job, self.job.seed
-        cached = self.cache.read(item.latent_key)
+        crop = crop_at(job, item, step, place)
+        cached = self.cache.read(latent_key(item, crop, self.weights))
         mean, spread = cached["mean"].float(), cached["spread"].float()
         within = torch.from_numpy(draw(seed, Use.LATENT, step, place).standard_normal(mean.shape, dtype="float32"))
         latent = (mean + spread * within - self.latents.shift) * self.latents.scale
@@ -139,8 +142,7 @@ class TrainingData:
             discrete_flow_shift=job.discrete_flow_shift,
             sigmoid_scale=job.sigmoid_scale,
         )
-        dropped = draw(seed, Use.CAPTION_DROPOUT, step, place).random() < job.caption_dropout
-        text = self.cache.read(self.empty_caption if dropped else item.text_key)
+        text = self.cache.read(text_key(text_at(job, item, step, place), self.weights, job.t5_mask))
         return {
             "noisy": pack(((1 - sigma) * latent + sigma * noise)[None])[0].to(torch.bfloat16),
             "target": pack((noise - latent)[None])[0],
@@ -148,4 +150,13 @@ class TrainingData:
             "text": text["prompt_embeds"],
             "pooled": text["pooled"],
             "text_mask": text["mask"],
+            "mask": self._mask(item, crop),
         }
+
+    def _mask(self, item: Item, crop: Crop) -> torch.Tensor:
+        width, height = item.bucket
+        if not item.mask:
+            return torch.ones(height // 16 * (width // 16), 4)
+        entry = self.job.datasets[item.dataset]
+        mask = self.cache.read(mask_key(item, crop))["mask"].float() / 255
+        return mask_weights(mask, entry.mask_floor, entry.mask_normalize)

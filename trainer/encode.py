@@ -10,33 +10,32 @@ from __future__ import annotations
 import argparse
 import errno
 import gc
-import hashlib
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from itertools import groupby
+from contextlib import contextmanager
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
-from PIL import Image
 from transformers import AutoConfig, CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
-from bootstrap.archives import read_file
-from bootstrap.buckets import Size, crop_box
-from bootstrap.cache import Cache, ShardWriter, Text, wanted_latents, wanted_texts
+from bootstrap.cache import Cache, ShardWriter
 from bootstrap.captions import shown
 from bootstrap.dataset import Item
-from bootstrap.images import ImageError, decode
+from bootstrap.images import ImageError, view
+from bootstrap.images import View as Seen
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG
+from bootstrap.pictures import read_item
 from bootstrap.run_file import RunFile
 from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume, read_json
+from bootstrap.wanted import CroppedItem, Text, wanted_crops, wanted_masks, wanted_texts
 from bootstrap.weights import Weights
 from jobs.problem import JobError, Problem
 
@@ -125,23 +124,37 @@ def encode_pixels(vae: Any, pixels: torch.Tensor) -> list[dict[str, torch.Tensor
     return [{"mean": mean.to(torch.float16), "spread": spread.to(torch.float16)} for mean, spread in pairs]
 
 
-def fit(image: Image.Image, bucket: Size) -> torch.Tensor:
-    """uint8 [height, width, 3]: the centre of ``image`` at the bucket's size, cropped and antialiased in one step."""
-    box = crop_box(image.width, image.height, bucket)
-    return torch.from_numpy(np.array(image.resize(bucket, Image.Resampling.LANCZOS, box=box)))
+def read_crops(crops: Sequence[CroppedItem], volume: Volume) -> list[torch.Tensor]:
+    """Crops of one picture as they are trained on: uint8 [height, width, 3] each. It is decoded once for all.
+
+    Raises JobError where the picture is not what the scan has seen.
+    """
+    seen = [(seen.pixels, each.crop.mirrored) for seen, each in zip(_views(crops, volume), crops, strict=True)]
+    return [torch.from_numpy(pixels[:, ::-1].copy() if mirrored else pixels) for pixels, mirrored in seen]
 
 
-def read_pixels(item: Item, volume: Volume) -> torch.Tensor:
-    """The item's picture as it is trained on. Raises JobError where it is not what the scan has seen."""
+def read_masks(crops: Sequence[CroppedItem], volume: Volume) -> list[torch.Tensor]:
+    """The masks of crops of one picture: uint8 [height / 8, width / 8] each, 255 where all is learned.
+
+    Each value is the mean of the pixels that a place of the latent stands for. Raises JobError as ``read_crops`` does.
+    """
+    masks = []
+    for seen, each in zip(_views(crops, volume), crops, strict=True):
+        assert seen.mask is not None
+        height, width = seen.mask.shape
+        means = seen.mask.reshape(height // 8, 8, width // 8, 8).mean(axis=(1, 3)).round().astype(np.uint8)
+        masks.append(torch.from_numpy(means[:, ::-1].copy() if each.crop.mirrored else means))
+    return masks
+
+
+def _views(crops: Sequence[CroppedItem], volume: Volume) -> Iterator[Seen]:
+    item = crops[0].item
     try:
-        data = read_file(volume.resolve(item.path))
-        if hashlib.sha256(data).hexdigest() != item.digest:
-            raise ImageError("has changed since this run began to prepare")
-        return fit(decode(data).image, item.bucket)
-    except (OSError, ImageError) as error:
-        raise JobError(
-            [Problem(f"{item.path}: {error}", "Start the job again once the pictures are in place")]
-        ) from error
+        picture, mask = read_item(item, volume)
+    except ImageError as error:
+        remedy = "Start the job again once the pictures are in place"
+        raise JobError([Problem(f"{item.path}: {error}", remedy)]) from error
+    return (view(picture, item.bucket, each.crop.box, mask) for each in crops)
 
 
 class _Progress:
@@ -169,10 +182,9 @@ def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.devi
         )
     at_once = TEXTS_AT_ONCE if device.type == "cuda" else 1
     with ShardWriter(root) as writer:
-        for masked, group in groupby(
-            sorted(texts.items(), key=lambda pair: pair[1].t5_mask), lambda pair: pair[1].t5_mask
-        ):
-            for batch in _batches(list(group), lambda pair: at_once):
+        by_mask = sorted(texts.items(), key=lambda pair: pair[1].t5_mask)
+        for masked, group in groupby(by_mask, lambda pair: pair[1].t5_mask):
+            while batch := list(islice(group, at_once)):
                 outputs = encoders.encode([text.text for _, text in batch], masked)
                 for (key, text), tensors in zip(batch, outputs, strict=True):
                     _require_finite(tensors, text.owner)
@@ -180,40 +192,57 @@ def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.devi
                 progress.advance(len(batch))
 
 
-def encode_images(items: Mapping[str, Item], run: RunFile, device: torch.device) -> None:
-    """Writes the latents of ``items`` (by key) to the cache; pictures are decoded ahead, on other threads."""
+Crops = Mapping[str, CroppedItem]  # of one picture, by key
+
+
+def encode_images(pictures: Sequence[Crops], run: RunFile, device: torch.device) -> None:
+    """Writes the latents of the pictures' crops to the cache.
+
+    Pictures are decoded ahead on other threads, and shards written on another, so that the VAE need not wait.
+    """
     vae = load_vae(run.weights.vae, device)
-    progress = _Progress(len(items), "images")
-    volume = Volume(run.volume)
-
-    def at_once(pair: tuple[str, Item]) -> int:
-        width, height = pair[1].bucket
-        return max(1, PIXELS_AT_ONCE // (width * height)) if device.type == "cuda" else 1
-
-    with ExitStack() as stack:
-        threads = max(1, run.plan.threads)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-        stack.callback(pool.shutdown, cancel_futures=True)
-        writer = stack.enter_context(ShardWriter(run.cache))
-        pixels = _ahead(pool, lambda item: read_pixels(item, volume), items.values(), 2 * threads)
-        for _, group in groupby(items.items(), lambda pair: pair[1].bucket):
-            for batch in _batches(list(group), at_once):
-                pictures = torch.stack([next(pixels) for _ in batch])
-                for (key, item), tensors in zip(batch, encode_pixels(vae, pictures), strict=True):
+    progress = _Progress(sum(map(len, pictures)), "images")
+    with ShardWriter(run.cache) as writer, _read_ahead(read_crops, pictures, run) as crops:
+        for bucket, group in groupby(crops, lambda crop: crop[1].bucket):
+            at_once = max(1, PIXELS_AT_ONCE // (bucket[0] * bucket[1])) if device.type == "cuda" else 1
+            while batch := list(islice(group, at_once)):
+                latents = encode_pixels(vae, torch.stack([pixels for _, _, pixels in batch]))
+                for (key, item, _), tensors in zip(batch, latents, strict=True):
                     _require_finite(tensors, item.path)
                     writer.add(key, tensors)
                 progress.advance(len(batch))
 
 
+def write_masks(pictures: Sequence[Crops], run: RunFile) -> None:
+    """Writes the masks of the pictures' crops to the cache."""
+    progress = _Progress(sum(map(len, pictures)), "masks")
+    with ShardWriter(run.cache) as writer, _read_ahead(read_masks, pictures, run) as masks:
+        for key, _, mask in masks:
+            writer.add(key, {"mask": mask})
+            progress.advance(1)
+
+
+@contextmanager
+def _read_ahead(
+    read: Callable[[Sequence[CroppedItem], Volume], list[torch.Tensor]], pictures: Sequence[Crops], run: RunFile
+) -> Iterator[Iterator[tuple[str, Item, torch.Tensor]]]:
+    """What ``read`` makes of each crop, in order, with its key and item."""
+    threads, volume = max(1, run.plan.threads), Volume(run.volume)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            read_ahead = _ahead(pool, lambda crops: read(list(crops.values()), volume), pictures, 2 * threads)
+            yield (
+                (key, crop.item, tensor)
+                for crops, found in zip(pictures, read_ahead, strict=True)
+                for (key, crop), tensor in zip(crops.items(), found, strict=True)
+            )
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def _require_finite(tensors: Mapping[str, torch.Tensor], owner: str) -> None:
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise JobError([Problem(f"{owner}: encoding it gives numbers that are not finite", "Check the base's files")])
-
-
-def _batches(things: Sequence[T], at_once: Callable[[T], int]) -> Iterator[Sequence[T]]:
-    size = at_once(things[0]) if things else 1
-    for start in range(0, len(things), size):
-        yield things[start : start + size]
 
 
 def _ahead(pool: ThreadPoolExecutor, function: Callable[[T], R], things: Iterable[T], depth: int) -> Iterator[R]:
@@ -234,8 +263,10 @@ def encode_part(run: RunFile, part: int, parts: int) -> None:
     """
     items = run.read_items()
     cache = Cache(run.cache)
-    texts = _share(wanted_texts(run.job, items, run.weights), part, parts, cache)
-    images = _share(wanted_latents(items), part, parts, cache)
+    wanted = list(wanted_texts(run.job, run.plan, items, run.weights).items())
+    texts = _missing(wanted[part::parts], cache)
+    pictures = _missing_by_picture(wanted_crops(run.job, items, run.weights), part, parts, cache)
+    masks = _missing_by_picture(wanted_masks(run.job, items), part, parts, cache)
     if run.plan.device == "cuda":
         device = torch.device("cuda", part % torch.cuda.device_count())
     else:
@@ -246,13 +277,21 @@ def encode_part(run: RunFile, part: int, parts: int) -> None:
         gc.collect()  # T5 has to be gone before the VAE comes
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if images:
-        encode_images(images, run, device)
+    if pictures:
+        encode_images(pictures, run, device)
+    if masks:
+        write_masks(masks, run)
 
 
-def _share(wanted: Mapping[str, T], part: int, parts: int, cache: Cache) -> dict[str, T]:
-    keys = list(wanted)[part::parts]
-    return {key: wanted[key] for key in cache.missing(keys)}
+def _missing(wanted: Iterable[tuple[str, T]], cache: Cache) -> dict[str, T]:
+    return {key: thing for key, thing in wanted if key not in cache}
+
+
+def _missing_by_picture(wanted: Crops, part: int, parts: int, cache: Cache) -> list[Crops]:
+    """A part's share; the crops of one picture stay together, so that it is decoded once."""
+    by_picture = groupby(wanted.items(), lambda pair: (pair[1].item.path, pair[1].item.bucket))
+    shares = [list(crops) for _, crops in by_picture][part::parts]
+    return [missing for crops in shares if (missing := _missing(crops, cache))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

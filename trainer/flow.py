@@ -60,7 +60,24 @@ def image_ids(height: int, width: int) -> torch.Tensor:
     return ids.reshape(-1, 3)
 
 
-def loss_sum(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum over images of weight x mean squared error, in float32. [batch, tokens, channels] twice, [batch]."""
+def mask_weights(mask: torch.Tensor, floor: float, normalize: bool) -> torch.Tensor:
+    """What each place of a latent counts in the loss: [height, width] of 0 .. 1 to patches, [tokens, 4].
+
+    What the mask hides counts ``floor``. With ``normalize`` the mean over the places is 1, so that an image of which
+    little is learned counts as much as another; an image of which nothing is left counts nothing.
+    """
+    weights = floor + (1 - floor) * mask
+    if normalize and (mean := weights.mean()) > 0:
+        weights = weights / mean
+    return pack(weights[None, None])[0]
+
+
+def loss_sum(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum over images of weight x mean squared error, in float32.
+
+    ``prediction`` and ``target`` are [batch, tokens, channels * 4] as ``pack`` makes them, ``mask`` (what each place of
+    the latent counts) [batch, tokens, 4], ``weights`` [batch].
+    """
     squared = (prediction.float() - target.float()).square()
-    return (squared.mean(dim=(1, 2)) * weights).sum()
+    by_place = squared.unflatten(2, (-1, 4)).mean(dim=2)
+    return ((by_place * mask).mean(dim=(1, 2)) * weights).sum()

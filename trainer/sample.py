@@ -18,8 +18,9 @@ from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 from torch.distributed.fsdp import FSDPModule
 
-from bootstrap.cache import Cache, text_key
+from bootstrap.cache import Cache
 from bootstrap.run_file import RunFile
+from bootstrap.wanted import text_key
 from trainer.world import World
 
 log = logging.getLogger(__name__)

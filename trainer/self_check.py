@@ -227,6 +227,7 @@ def _batch(shape: FluxShape, size: Size, device: torch.device) -> Batch:
         text=random(images, size.text_tokens, shape.text_size),
         pooled=random(images, shape.pooled_size),
         text_mask=mask,
+        mask=torch.ones(images, tokens, 4),
         image_ids=image_ids(size.height // 8, size.width // 8),
         weights=torch.ones(images),
     ).to(device)
@@ -240,7 +241,7 @@ def _run(model: FluxTransformer2DModel, batch: Batch, job: Job) -> tuple[torch.T
     """The model's output, and the gradients of its matrices by name."""
     model.zero_grad(set_to_none=True)
     output = predict(model, batch, job.guidance, job.t5_mask)
-    loss_sum(output, batch.target, batch.weights).backward()
+    loss_sum(output, batch.target, batch.mask, batch.weights).backward()
     return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.dim() > 1}
 
 

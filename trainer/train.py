@@ -143,7 +143,7 @@ class Training:
             self.last_pass = number == len(data.batches)
             batch = batch.to(world.device)
             prediction = predict(self.model, batch, job.guidance, job.t5_mask)
-            loss = loss_sum(prediction, batch.target, batch.weights) / data.images
+            loss = loss_sum(prediction, batch.target, batch.mask, batch.weights) / data.images
             total += loss.detach()
             if self.last_pass:  # whose backward may update: every process must know by then whether to
                 dist.all_reduce(total)

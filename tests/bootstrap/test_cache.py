@@ -11,30 +11,7 @@ import pytest
 import torch
 
 from bootstrap import cache as module
-from bootstrap.bases import FLUX_TINY
-from bootstrap.cache import Cache, ShardWriter, latent_key, text_key, wanted_latents, wanted_texts, with_keys
-from bootstrap.dataset import Item
-from bootstrap.weights import Weights
-from jobs.schema import Job
-
-
-def weights(digest: str = "w", text_tokens: int = 64) -> Weights:
-    here = Path()
-    return Weights(
-        transformer=(),
-        layout="diffusers",
-        config=here,
-        shape=FLUX_TINY,
-        vae=here,
-        clip=here,
-        t5=here,
-        tokenizer=here,
-        tokenizer_2=here,
-        scheduler=here,
-        text_tokens=text_tokens,
-        revision="r",
-        digest=digest,
-    )
+from bootstrap.cache import Cache, ShardWriter
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -44,10 +21,6 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
         "mask": torch.rand(7, generator=chance) > 0.5,
         "pooled": torch.randn(5, generator=chance).to(torch.bfloat16),
     }
-
-
-def item(path: str = "a.png", digest: str = "d", caption: str = "c", bucket: tuple[int, int] = (128, 128)) -> Item:
-    return Item(path, digest, caption, 1, 128, 128, bucket)
 
 
 def shards(root: Path) -> list[Path]:
@@ -168,53 +141,3 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     assert not old.exists()
     assert mine.exists()
     assert other.exists()
-
-
-def test_keys_hang_on_everything_that_the_tensors_hang_on() -> None:
-    base = weights()
-    keys = [
-        latent_key("d", (128, 128), base),
-        latent_key("e", (128, 128), base),
-        latent_key("d", (128, 64), base),
-        latent_key("d", (64, 128), base),
-        latent_key("d", (128, 128), weights("x")),
-        text_key("d", base, False),
-        text_key("d", base, True),
-        text_key("d ", base, False),
-        text_key("d", weights(text_tokens=512), False),
-        text_key("d", weights("x"), False),
-    ]
-    assert len(set(keys)) == len(keys)
-
-
-def test_a_change_of_one_thing_changes_its_key_alone() -> None:
-    items = (item("a", "1", "x"), item("b", "2", "y"))
-    before = with_keys(items, weights(), False)
-    edited = with_keys((items[0], item("b", "2", "z")), weights(), False)
-    assert edited[0] == before[0]
-    assert edited[1].latent_key == before[1].latent_key
-    assert edited[1].text_key != before[1].text_key
-    assert with_keys((item("renamed", "1", "x"),), weights(), False)[0].latent_key == before[0].latent_key
-
-
-def job(**keys: object) -> Job:
-    wanted = {"name": "t", "base": "flux-tiny", "method": "full", "datasets": [{"path": "d"}]}
-    return Job(**(wanted | keys))
-
-
-def test_what_is_wanted() -> None:
-    w = weights()
-    items = with_keys(
-        (item("b", "1", "x"), item("c", "2", "x"), item("d", "1", "y"), item("a", "3", "x", (64, 64))), w, True
-    )
-    texts = wanted_texts(job(t5_mask=True, caption_dropout=0.1, sample={"prompts": ["x"]}), items, w)
-    assert [(text.text, text.t5_mask) for text in texts.values()] == [
-        ("x", True),
-        ("y", True),
-        ("", True),
-        ("x", False),
-    ]
-    assert texts.keys() >= {text_key("", w, True), text_key("x", w, False)}
-    latents = wanted_latents(items)
-    assert [each.path for each in latents.values()] == ["a", "b", "c"]
-    assert "" not in {text.text for text in wanted_texts(job(), items, w).values()}

@@ -175,7 +175,8 @@ def test_a_readme_does_not_stop_it(volume: Volume, folder: Path) -> None:
         picture(folder / f"{name}.jpg")
     (folder / "readme.md").write_text("mine")
     data = scan(job({"path": "datasets/d", "trigger": "sks"}), volume)
-    assert {item.caption for item in data.items} == {"sks"}
+    assert {item.caption for item in data.items} == {""}
+    assert not any("empty caption" in note for note in data.notes)
     assert any("captions: 0/3" in note for note in data.notes)
 
 
@@ -185,8 +186,8 @@ def test_trigger_default_and_empty_captions(volume: Volume, folder: Path) -> Non
     picture(folder / "c.jpg")
     picture(folder / "d.jpg", caption=" \n")
     data = scan(job({"path": "datasets/d", "trigger": "sks", "caption": "a photo"}), volume)
-    assert [item.caption for item in data.items] == ["sks a cat", "the sks cat", "sks a photo", "sks a photo"]
-    assert any("without a caption file: c.jpg" in note for note in data.notes)
+    assert [item.caption for item in data.items] == ["a cat", "the sks cat", "a photo", "a photo"]
+    assert any("without a caption: c.jpg" in note for note in data.notes)
     assert any("empty caption files: d.txt" in note for note in data.notes)
 
 
@@ -196,8 +197,42 @@ def test_encodings_and_choices_are_told_by_name(volume: Volume, folder: Path) ->
     (folder / "b.jpg.txt").write_bytes("a cat’s toy".encode("cp1252"))
     data = scan(job(), volume)
     assert [item.caption for item in data.items] == ["{red|blue} cat", "a cat’s toy"]
-    assert any("as they stand: a.txt" in note for note in data.notes)
+    assert any("{a|b} are learned as they stand (wildcards: true draws a word): a.jpg" in note for note in data.notes)
     assert any("Windows-1252: b.jpg.txt" in note for note in data.notes)
+    on = scan(job({"path": "datasets/d", "wildcards": True}), volume)
+    assert not any("as they stand" in note for note in on.notes)
+    picture(folder / "a.jpg", caption="{red|blue cat\nin two lines")
+    on = scan(job({"path": "datasets/d", "wildcards": True}), volume)
+    assert any("several lines are learned as they stand (multiline: true" in note for note in on.notes)
+    assert any("lacks its partner" in note and "a.jpg" in note for note in on.notes)
+
+
+def test_captions_from_a_list(volume: Volume, folder: Path) -> None:
+    for name in ("a.jpg", "sub/b.jpg", "sub/c.jpg", "sub/d.jpg"):
+        picture(folder / name)
+    (folder / "sub" / "c.txt").write_text("beside it")
+    (folder / "metadata.jsonl").write_text(
+        '{"file_name": "a.jpg", "text": "a list\'s"}\n{"file_name": "sub/b.jpg", "text": "above"}\n'
+        '{"file_name": "sub/c.jpg", "text": "above"}\n{"file_name": "sub/gone.jpg", "text": "x"}'
+    )
+    (folder / "sub" / "metadata.csv").write_text("file_name,text\nb.jpg,nearer\n")
+    data = scan(job(), volume)
+    assert [item.caption for item in data.items] == ["a list's", "nearer", "beside it", ""]
+    assert data.captions == 3
+    assert any("captions: 3/4" in note for note in data.notes)
+    assert any("without a caption: sub/d.jpg" in note for note in data.notes)
+    assert any("1 images that are not there, or not used" in note and "sub/gone.jpg" in note for note in data.notes)
+    (folder / "metadata.jsonl").write_text('{"file_name": "a.jpg"}')
+    (found,) = problems(job(), volume)
+    assert "metadata.jsonl: line 1 has no text" in found
+    assert "file_name" in found
+
+
+def test_every_item_knows_its_dataset(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.jpg")
+    picture(volume.datasets / "e" / "a.jpg", colour="blue")
+    data = scan(job({"path": "datasets/d"}, {"path": "datasets/e"}), volume)
+    assert [item.dataset for item in data.items] == [0, 1]
 
 
 def test_one_item_for_every_distinct_bucket(volume: Volume, folder: Path) -> None:

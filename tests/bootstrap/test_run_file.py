@@ -14,7 +14,18 @@ from bootstrap.run_file import RunFile
 from tests.runs import make_job, make_run
 
 ITEMS = (
-    Item("datasets/a/ä b.png", "0" * 64, 'a "flower"\nin {two|lines}', 3, 640, 480, (576, 448), "k1", "k2"),
+    Item(
+        "datasets/a/ä b.png",
+        "0" * 64,
+        'a "flower"\nin {two|lines}',
+        3,
+        640,
+        480,
+        (576, 448),
+        1,
+        "masks/b.png",
+        "2" * 64,
+    ),
     Item("/elsewhere/b.jpg", "1" * 64, "", 1, 512, 512, (512, 512)),
 )
 JOBS: list[dict[str, Any]] = [

@@ -11,23 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootstrap.cache import ShardWriter, text_key
+from bootstrap.cache import ShardWriter
 from bootstrap.dataset import Dataset, Item
+from bootstrap.draws import Use, draw
+from bootstrap.order import epoch_order
 from bootstrap.plan import run_length
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
+from bootstrap.wanted import crops_of, latent_key, text_key
 from tests.runs import make_job, make_run
 from trainer.data import Batch, Latents, StepData, TrainingData
 from trainer.flow import image_ids, noise_level, pack
-from trainer.order import epoch_order
-from trainer.randomness import Use, draw
 
 TOKENS, TEXT, POOLED = 6, 8, 4
 LATENTS = Latents(shift=0.125, scale=0.25)
 BUCKETS = [(64, 64), (64, 96), (64, 64), (96, 64), (64, 64), (64, 96), (64, 64)]
 ITEMS = tuple(
-    Item(f"{i}.png", str(i), f"picture {i}", 2 if i == 2 else 1, *bucket, bucket, f"latent{i}", f"text{i}")
-    for i, bucket in enumerate(BUCKETS)
+    Item(f"{i}.png", str(i), f"picture {i}", 2 if i == 2 else 1, *bucket, bucket) for i, bucket in enumerate(BUCKETS)
 )
 
 
@@ -35,7 +35,7 @@ ITEMS = tuple(
 def volume(tmp_path_factory: pytest.TempPathFactory) -> Volume:
     """A cache that holds, of picture i, the mean i everywhere, and of its caption i everywhere."""
     volume = Volume(tmp_path_factory.mktemp("volume"))
-    empty = text_key("", make_run(volume.root).weights, False)
+    weights = make_run(volume.root).weights
     with ShardWriter(volume.cache) as writer:
         for i, item in enumerate(ITEMS):
             size = (16, item.bucket[1] // 8, item.bucket[0] // 8)
@@ -43,9 +43,10 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Volume:
                 "mean": torch.full(size, i, dtype=torch.float16),
                 "spread": torch.full(size, 0.5, dtype=torch.float16),
             }
-            writer.add(item.latent_key, latent)
-            writer.add(item.text_key, text(i))
-        writer.add(empty, text(-1))
+            (crop,) = crops_of(item, make_job().datasets[0])
+            writer.add(latent_key(item, crop, weights), latent)
+            writer.add(text_key(item.caption, weights, False), text(i))
+        writer.add(text_key("", weights, False), text(-1))
     return volume
 
 
@@ -220,7 +221,7 @@ def test_a_repeated_image_in_one_step_has_noise_of_its_own(volume: Volume) -> No
 
 def test_every_epoch_shows_everything_its_repeats_in_an_order_of_its_own(volume: Volume) -> None:
     data = data_of(volume, images_per_step=3)
-    assert data.steps_per_epoch == 3  # eight images, three at a time
+    assert data.order.steps_per_epoch == 3  # eight images, three at a time
     epochs = [[item for i in range(3) for item in data.step(epoch * 3 + i)] for epoch in range(4)]
     expected = Counter({i: item.repeats for i, item in enumerate(ITEMS)})
     assert all(Counter(epoch) == expected for epoch in epochs)
@@ -231,10 +232,10 @@ def test_every_epoch_shows_everything_its_repeats_in_an_order_of_its_own(volume:
 def test_a_full_models_steps_are_of_one_size(volume: Volume) -> None:
     """Each is one pass: a full model has no room to keep gradients between passes."""
     data = data_of(volume, method="full")
-    steps = [data.step(i) for i in range(data.steps_per_epoch)]
+    steps = [data.step(i) for i in range(data.order.steps_per_epoch)]
     assert sorted(len(step) for step in steps) == [1, 1, 2, 4]
     assert all(len({ITEMS[item].bucket for item in step}) == 1 for step in steps)
-    assert all(len(data.prepare(i).batches) == 1 for i in range(data.steps_per_epoch))
+    assert all(len(data.prepare(i).batches) == 1 for i in range(data.order.steps_per_epoch))
 
 
 def test_going_on_in_mid_epoch_is_going_on_where_it_was(volume: Volume) -> None:
@@ -258,16 +259,17 @@ def test_leaving_early_leaves_no_thread_waiting(volume: Volume) -> None:
 
 
 def test_an_error_in_a_thread_reaches_the_loop(volume: Volume) -> None:
-    items = (replace(ITEMS[0], latent_key="nowhere", repeats=4),)
+    items = (replace(ITEMS[0], digest="nowhere", repeats=4),)
     data = TrainingData(make_run_of(volume, items), items, LATENTS, 0)
-    with pytest.raises(KeyError, match="nowhere"):
+    with pytest.raises(KeyError, match=r"[0-9a-f]{64}"):
         next(data.prepared(0, 3))
 
 
 def test_a_batch_moves_whole() -> None:
-    batch = Batch(*(torch.full((1,), float(i)) for i in range(8)))
+    names = list(Batch.__dataclass_fields__)
+    batch = Batch(*(torch.full((1,), float(i)) for i in range(len(names))))
     moved = batch.to(torch.device("cpu"))
-    assert [getattr(moved, name).item() for name in Batch.__dataclass_fields__] == list(range(8))
+    assert [getattr(moved, name).item() for name in names] == list(range(len(names)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -282,5 +284,5 @@ def test_the_plan_and_the_order_agree_on_the_length_of_an_epoch(
     """The trainer looks steps up by the plan's count; one too many would end a run in mid-epoch."""
     items = tuple(Item(f"{i}", f"{i}", "", count, *size, size) for i, (size, count) in enumerate(repeats))
     job = make_job(method=method, images_per_step=images_per_step)
-    _, per_epoch, _ = run_length(job, Dataset(items, len(items), 0, ()).summary())
+    _, per_epoch, _ = run_length(job, Dataset(items, len(items), 0, (), ()).summary())
     assert per_epoch == len(epoch_order(items, 42, 3, images_per_step, job.mixes_buckets))

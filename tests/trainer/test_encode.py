@@ -4,22 +4,22 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
 from bootstrap.bases import FLUX_TINY
-from bootstrap.cache import Cache, ShardWriter, text_key, wanted_latents, wanted_texts, with_keys
+from bootstrap.cache import Cache, ShardWriter
 from bootstrap.dataset import scan
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
+from bootstrap.wanted import crops_of, latent_key, text_key, wanted_crops, wanted_texts
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from tests.runs import PLAN
 from trainer import encode
-from trainer.encode import TextEncoders, encode_part, encode_pixels, fit, load_vae, main
+from trainer.encode import TextEncoders, encode_part, encode_pixels, load_vae, main
 
 CPU = torch.device("cpu")
 TEXTS = ["a red circle on a white background", "", "a blue star, 100% {wool|cotton}\nin two lines " * 20]
@@ -99,17 +99,6 @@ def test_latents_are_the_mean_and_spread_that_the_vae_gives(pipeline: FluxPipeli
         assert torch.allclose(output["spread"].float(), posterior.std[row], rtol=0.02, atol=0.02)
 
 
-def test_fit_shows_the_centre_without_aliasing() -> None:
-    stripes = np.zeros((400, 800, 3), np.uint8)
-    stripes[:, ::2] = 255  # finer than the result can show: grey, not moire
-    stripes[:, :200], stripes[:, 600:] = (255, 0, 0), (0, 0, 255)  # cropped away
-    picture = fit(Image.fromarray(stripes), (64, 64))
-    assert picture.shape == (64, 64, 3)
-    assert picture.dtype == torch.uint8
-    assert (picture[:, 4:-4].float() - 127.5).abs().max() < 6
-    assert fit(Image.new("RGB", (64, 48), (1, 2, 3)), (64, 48)).unique(dim=0).flatten()[:3].tolist() == [1, 2, 3]
-
-
 @pytest.fixture
 def prepared(tmp_path: Path, flux_tiny: Path) -> Callable[..., RunFile]:
     """A function that scans the dataset as it is now and writes run.json."""
@@ -134,7 +123,7 @@ def prepared(tmp_path: Path, flux_tiny: Path) -> Callable[..., RunFile]:
         }
         job = Job(**(wanted | keys))
         run = RunFile(job=job, plan=PLAN, weights=weights_of(flux_tiny), volume=tmp_path)
-        run.write(with_keys(scan(job, volume).items, run.weights, job.t5_mask))
+        run.write(scan(job, volume).items)
         return run
 
     return prepare
@@ -142,7 +131,7 @@ def prepared(tmp_path: Path, flux_tiny: Path) -> Callable[..., RunFile]:
 
 def all_keys(run: RunFile) -> list[str]:
     items = run.read_items()
-    return [*wanted_texts(run.job, items, run.weights), *wanted_latents(items)]
+    return [*wanted_texts(run.job, run.plan, items, run.weights), *wanted_crops(run.job, items, run.weights)]
 
 
 def test_the_command_encodes_what_is_missing_and_then_nothing(
@@ -156,8 +145,9 @@ def test_the_command_encodes_what_is_missing_and_then_nothing(
     assert cache.missing(all_keys(run)) == []
     item = run.read_items()[1]
     assert item.bucket == (160, 96)
-    assert cache.read(item.latent_key)["mean"].shape == (16, 12, 20)
-    assert cache.read(item.text_key).keys() == {"prompt_embeds", "mask", "pooled"}
+    (crop,) = crops_of(item, run.job.datasets[0])
+    assert cache.read(latent_key(item, crop, run.weights))["mean"].shape == (16, 12, 20)
+    assert cache.read(text_key(item.caption, run.weights, False)).keys() == {"prompt_embeds", "mask", "pooled"}
     before = sorted((path.name, path.stat().st_mtime_ns) for path in run.cache.iterdir())
     assert main([str(run.folder.run_file)]) == 0
     assert capsys.readouterr().out == ""

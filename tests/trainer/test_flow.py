@@ -10,8 +10,17 @@ import torch
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from trainer.flow import TimestepSampling, image_ids, loss_sum, noise_level, pack, shift_of_tokens, shifted
-from trainer.randomness import Use, draw
+from bootstrap.draws import Use, draw
+from trainer.flow import (
+    TimestepSampling,
+    image_ids,
+    loss_sum,
+    mask_weights,
+    noise_level,
+    pack,
+    shift_of_tokens,
+    shifted,
+)
 
 
 @pytest.mark.parametrize(("size", "shift"), [(512, 1.878), (768, 2.332), (1024, 3.158), (1280, 4.665)])
@@ -101,18 +110,39 @@ def test_the_loss_weighs_images_and_averages_within_one() -> None:
     target = torch.zeros(3, 4, 8)
     prediction = torch.stack([torch.full((4, 8), value) for value in (1.0, 2.0, 100.0)])
     weights = torch.tensor([1.0, 0.5, 0.0])
-    assert loss_sum(prediction, target, weights).item() == 1 + 0.5 * 4
+    assert loss_sum(prediction, target, torch.ones(3, 4, 4), weights).item() == 1 + 0.5 * 4
 
 
 def test_the_loss_is_computed_in_float32() -> None:
     prediction = torch.full((1, 4, 8), 256.0, dtype=torch.bfloat16)
     target = torch.full((1, 4, 8), 255.0)
-    loss = loss_sum(prediction, target, torch.ones(1))
+    loss = loss_sum(prediction, target, torch.ones(1, 4, 4), torch.ones(1))
     assert loss.dtype == torch.float32
     assert loss.item() == 1  # in bf16, 255 minus 256 squared and summed would not be
 
 
 def test_the_loss_of_parts_adds_up_to_that_of_the_whole() -> None:
-    prediction, target, weights = torch.randn(5, 4, 8), torch.randn(5, 4, 8), torch.rand(5)
-    parts = sum(loss_sum(*pair) for pair in zip(*(t.split(2) for t in (prediction, target, weights)), strict=True))
-    assert torch.allclose(torch.as_tensor(parts), loss_sum(prediction, target, weights))
+    whole = (torch.randn(5, 4, 8), torch.randn(5, 4, 8), torch.rand(5, 4, 4), torch.rand(5))
+    parts = sum(loss_sum(*part) for part in zip(*(tensor.split(2) for tensor in whole), strict=True))
+    assert torch.allclose(torch.as_tensor(parts), loss_sum(*whole))
+
+
+def test_a_mask_weighs_the_same_places_as_on_the_latent() -> None:
+    """Of a latent that is wrong by another amount everywhere, what the mask shows is counted."""
+    height, width = 6, 10
+    error = torch.arange(16 * height * width).reshape(1, 16, height, width).float() / 100
+    mask = torch.rand(height, width, generator=torch.Generator().manual_seed(1))
+    patches = pack(error)
+    loss = loss_sum(patches, torch.zeros_like(patches), mask_weights(mask, 0.0, False)[None], torch.ones(1))
+    assert loss.item() == pytest.approx((error.square() * mask).mean().item(), rel=1e-5)
+
+
+def test_the_floor_and_the_norm_of_a_mask() -> None:
+    mask = torch.zeros(4, 4)
+    mask[:, :2] = 1
+    assert mask_weights(mask, 0.0, False).unique().tolist() == [0, 1]
+    assert mask_weights(mask, 0.2, False).unique().tolist() == pytest.approx([0.2, 1])
+    assert mask_weights(mask, 0.2, True).mean().item() == pytest.approx(1)
+    assert mask_weights(mask, 0.2, True).unique().tolist() == pytest.approx([1 / 3, 5 / 3])
+    assert (mask_weights(torch.zeros(4, 4), 0.0, True) == 0).all(), "nothing is left of it: it counts nothing"
+    assert (mask_weights(torch.ones(4, 4), 0.3, True) == 1).all()

@@ -58,6 +58,7 @@ def make_batch(images: int = 2, shape: FluxShape = FLUX_TINY, text_tokens: int =
         text=normal(images, text_tokens, shape.text_size).bfloat16(),
         pooled=normal(images, shape.pooled_size).bfloat16(),
         text_mask=torch.arange(text_tokens)[None] < torch.arange(2, images + 2)[:, None],
+        mask=torch.ones(images, 6, 4),
         image_ids=image_ids(4, 6),
         weights=torch.ones(images),
     )

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from PIL import Image
 
 from bootstrap.bases import FLUX_TINY
 from bootstrap.cache import Cache
+from bootstrap.dataset import Item
 from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, read_state, verify
 from bootstrap.tensor_files import read_header, read_tensors
 from bootstrap.volume import Volume
+from bootstrap.wanted import crops_of, latent_key
 from entrypoint.launch import free_port
 from tests.training import Trained, fill_volume, finish, prepared, read_metrics, shared_folder, start, train, trained
 
@@ -405,8 +407,8 @@ def test_a_loss_that_is_no_number_moves_nothing_and_stops_the_run_when_it_comes_
     keys: dict[str, Any] = {"steps": 4, "save": {"every": 1, "states": 9, "weights": 9}}
     run = prepared(own, name="poisoned", **keys, plan={"processes": processes})
     items = run.read_items()
-    spoil_latent(run.cache, items[steps_of(run)[2][0]].latent_key)
-    first = next(number for number, step in enumerate(steps_of(run)) if spoiled(step, items, run.cache)) + 1
+    spoil_latent(run.cache, latent_of(run, items[steps_of(run)[2][0]]))
+    first = next(number for number, step in enumerate(steps_of(run)) if spoiled(step, items, run)) + 1
     each = train(run)
     assert each.outcome.code == 0, each.log
     assert each.values("step") == [1, 2, 3, 4]
@@ -438,8 +440,14 @@ def spoil_latent(cache: Path, key: str) -> None:
                 file.write(b"\xff\x7f" * 8)  # NaN in float16
 
 
-def spoiled(step: tuple[int, ...], items: Any, cache: Path) -> bool:
-    return any(bool(Cache(cache).read(items[index].latent_key)["mean"].isnan().any()) for index in step)
+def latent_of(run: RunFile, item: Item) -> str:
+    (crop,) = crops_of(item, run.job.datasets[item.dataset])
+    return latent_key(item, crop, run.weights)
+
+
+def spoiled(step: tuple[int, ...], items: Sequence[Item], run: RunFile) -> bool:
+    cache = Cache(run.cache)
+    return any(bool(cache.read(latent_of(run, items[index]))["mean"].isnan().any()) for index in step)
 
 
 def test_weights_that_are_no_numbers_on_one_process_are_saved_by_none(volume: Volume) -> None:
