@@ -12,6 +12,8 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,13 +21,17 @@ from typing import Self
 import torch
 
 from bootstrap.processes import boot_id, pid_space, start_time
-from bootstrap.tensor_files import TensorEntry, TensorFileError, bytes_of, read_header, read_into, write_tensors
+from bootstrap.tensor_files import TensorFileError, bytes_of, read_header, read_into, write_tensors
 from bootstrap.volume import flush_folder
 
 SHARD_ITEMS = 256
 SHARD_BYTES = 256 * 1024 * 1024  # 1000 latents at 512 px, 60 captions of 512 T5 tokens
 ABANDONED = 3600.0  # seconds after which another machine's temporary file is taken for a dead process's
 _PART = re.compile(r"\.shard-\w+\.(?P<machine>\w+)\.(?P<process>\d+)-(?P<start>\d+)\.part")
+
+
+# Of a key: name, dtype and shape of each tensor, and its place behind the first.
+_Layout = tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
 
 
 class Cache:
@@ -38,7 +44,9 @@ class Cache:
         self.root = root
         self.damaged: list[Path] = []
         self.notes: list[str] = []  # lines for people
-        self._places: dict[str, tuple[Path, dict[str, TensorEntry]]] = {}
+        # Compact, since there may be hundreds of thousands: 300 bytes a key, where entries of their own take 800.
+        self._places: dict[str, tuple[Path, int, _Layout]] = {}  # shard, first byte there, what follows it
+        self._layouts: dict[_Layout, _Layout] = {}
         for path in sorted(root.glob("shard-*.safetensors")):
             self._index(path)
 
@@ -49,12 +57,12 @@ class Cache:
             self.damaged.append(path)
             self.notes.append(f"a damaged cache file is ignored, what it held is encoded anew: {error}")
             return
-        for name, entry in header.tensors.items():
-            key, _, tensor = name.rpartition(".")
-            place = self._places.get(key)
-            if place is None or place[0] != path:  # in two shards: the later one holds the same
-                place = self._places[key] = (path, {})
-            place[1][tensor] = entry
+        for key, of_key in groupby(header.tensors.items(), lambda named: named[0].rpartition(".")[0]):
+            entries = [(name.rpartition(".")[2], entry) for name, entry in of_key]
+            start = min(entry.offset for _, entry in entries)
+            layout = tuple((name, entry.dtype, entry.shape, entry.offset - start) for name, entry in entries)
+            # In two shards: the later one holds the same.
+            self._places[key] = (path, start, self._layouts.setdefault(layout, layout))
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -65,14 +73,14 @@ class Cache:
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of ``key``, in CPU memory of their own. Raises KeyError for one that is missing."""
-        path, entries = self._places[key]
+        path, start, layout = self._places[key]
         descriptor = os.open(path, os.O_RDONLY)
         try:
             tensors = {}
-            for name, entry in entries.items():
-                tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+            for name, dtype, shape, offset in layout:
+                tensors[name] = torch.empty(shape, dtype=dtype)
                 if tensors[name].numel():
-                    read_into(descriptor, bytes_of(tensors[name]), entry.offset)
+                    read_into(descriptor, bytes_of(tensors[name]), start + offset)
             return tensors
         finally:
             os.close(descriptor)
@@ -85,9 +93,11 @@ class Cache:
 
 
 class ShardWriter:
-    """Collects tensors and writes them as shards; use as a context manager.
+    """Collects tensors and writes them as shards, on a thread of its own; use as a context manager.
 
     On leaving in peace the last, smaller shard is written; on leaving by an exception what was collected is dropped.
+    At most two shards are in memory: one that is written, one that is collected. Where a shard cannot be written (a
+    full disk), the next call raises the OSError.
     """
 
     def __init__(self, root: Path) -> None:
@@ -95,9 +105,11 @@ class ShardWriter:
         self._tensors: dict[str, torch.Tensor] = {}
         self._keys: list[str] = []
         self._bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
+        self._writing: Future[None] | None = None
 
     def add(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes CPU or GPU tensors; names must hold no dot. Writes a shard when enough has come together."""
+        """Takes CPU or GPU tensors; names must hold no dot. Begins a shard's writing when enough has come together."""
         assert not any("." in name for name in tensors)
         for name, tensor in tensors.items():
             # A copy: a view would keep the whole batch it was cut from.
@@ -105,23 +117,24 @@ class ShardWriter:
             self._bytes += tensor.nbytes
         self._keys.append(key)
         if len(self._keys) >= SHARD_ITEMS or self._bytes >= SHARD_BYTES:
-            self.flush()
+            self._begin()
 
     def flush(self) -> None:
-        """Writes what was collected as one shard. Raises OSError (a full disk), leaving no temporary file."""
-        if not self._keys:
-            return
-        self.root.mkdir(parents=True, exist_ok=True)
+        """Writes what was collected as one shard, on disk when it returns. Raises OSError."""
+        if self._keys:
+            self._begin()
+        self._wait()
+
+    def _begin(self) -> None:
+        self._wait()
         name = f"shard-{hashlib.sha256(' '.join(self._keys).encode()).hexdigest()[:32]}"
-        part = self.root / f".{name}.{_writer()}.part"
-        try:
-            write_tensors(part, self._tensors)
-            part.replace(self.root / f"{name}.safetensors")
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        flush_folder(self.root)
+        self._writing = self._thread.submit(_write_shard, self.root, name, self._tensors)
         self._tensors, self._keys, self._bytes = {}, [], 0
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
 
     def __enter__(self) -> Self:
         return self
@@ -129,8 +142,24 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.flush()
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            self._thread.shutdown()
+
+
+def _write_shard(root: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises OSError, leaving no temporary file."""
+    root.mkdir(parents=True, exist_ok=True)
+    part = root / f".{name}.{_writer()}.part"
+    try:
+        write_tensors(part, tensors)
+        part.replace(root / f"{name}.safetensors")
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    flush_folder(root)
 
 
 def _machine() -> str:
