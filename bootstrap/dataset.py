@@ -23,6 +23,7 @@ from bootstrap.folders import Folder, named_repeats, walk
 from bootstrap.images import ImageFacts
 from bootstrap.inspection import Remembered, look_at_all
 from bootstrap.plan import DataSummary
+from bootstrap.remote import find_fetched, is_remote, shown_path
 from bootstrap.volume import Volume
 from bootstrap.wildcards import unmatched
 from jobs.problem import JobError, Problem
@@ -106,7 +107,7 @@ def scan(job: Job, volume: Volume, progress: Progress | None = None, *, remember
         images=sum(entry.images for entry in entries),
         captions=sum(entry.captions for entry in entries),
         parts=tuple(entry.part() for entry in entries),
-        notes=tuple(f"{entry.entry.path}: {note}" for entry in entries for note in entry.notes),
+        notes=tuple(f"{shown_path(entry.entry.path)}: {note}" for entry in entries for note in entry.notes),
     )
 
 
@@ -137,25 +138,31 @@ class _Entry:
         return f"datasets[{self.index}]"
 
     def read(self) -> None:
-        root = self.volume.resolve(self.entry.path)
+        if is_remote(self.entry.path):
+            fetched = find_fetched(self.entry.path, self.volume)
+            if fetched is None:
+                self.notes.append("is fetched when the job runs; what it holds is not known yet")
+                return
+            root = fetched
+        else:
+            root = self.volume.resolve(self.entry.path)
         if not root.is_dir() and not is_zip(root):
             self.problems.append(_missing(self.entry.path, root, self.volume, f"{self.key}.path"))
             return
         try:
             tree = walk(root)
         except ArchiveError as error:
-            self.problems.append(Problem(f"{self.entry.path}: {error}", key=f"{self.key}.path"))
+            self.problems.append(Problem(f"{shown_path(self.entry.path)}: {error}", key=f"{self.key}.path"))
             return
         self.notes += tree.notes
         if tree.ignored:
             self.notes.append(f"{tree.ignored} hidden or system files ignored")
         facts = self._inspect(root, tree.folders)
         if not facts and not self.problems:
-            why = _no_images(self.entry.path, root, tree.folders, f"{self.key}.path")
+            why = _no_images(shown_path(self.entry.path), root, tree.folders, f"{self.key}.path")
             if self.skipped:
-                why = Problem(
-                    f"not one of the {self.skipped} pictures in {self.entry.path!r} can be used", key=self.key
-                )
+                told = f"not one of the {self.skipped} pictures in {shown_path(self.entry.path)!r} can be used"
+                why = Problem(told, key=f"{self.key}.path")
             self.problems.append(why)
             return
         for folder in tree.folders:
@@ -187,7 +194,7 @@ class _Entry:
                     foreign.append(_below(folder, name))
                 if time.monotonic() - told > PROGRESS_SECONDS:
                     told = time.monotonic()
-                    self.progress(f"{self.entry.path}: checked {done}/{len(files)} images")
+                    self.progress(f"{shown_path(self.entry.path)}: checked {done}/{len(files)} images")
         if foreign:
             self.notes.append(f"{len(foreign)} files that are no images ignored: {shown(foreign)}")
         return facts
@@ -203,7 +210,7 @@ class _Entry:
     def part(self) -> Part:
         repeats = [item.repeats for item in self.items]
         return Part(
-            path=self.entry.path,
+            path=shown_path(self.entry.path),
             images=self.images,
             captions=self.captions,
             repeats=(min(repeats, default=0), max(repeats, default=0)),

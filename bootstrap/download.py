@@ -114,10 +114,12 @@ def fetch_url(
     patience: Patience | None = None,
     *,
     sha256: str | None = None,
+    most: int | None = None,
 ) -> Path:
     """The file at ``url``, as ``target`` on the volume with mount point ``root``; no request where it is there.
 
-    Verified by ``sha256`` where that is known, else by the size that the server gives. Raises AccessError, PodError.
+    Verified by ``sha256`` where that is known, else by the size that the server gives. Raises AccessError, also for a
+    file of more than ``most`` bytes, and PodError.
     """
     shown = hub.shown_address(url)
 
@@ -128,7 +130,7 @@ def fetch_url(
         part = _own_part(target, owner)
         with Transfers(None, say, attend, patience) as transfers:
             transfers.carry(
-                [Order(str(part), sha256=sha256, url=url)],
+                [Order(str(part), sha256=sha256, url=url, most=most)],
                 lambda order, _: Path(order.part).replace(target),
                 shown,
                 lambda coming: _need_room(root, shown, coming),

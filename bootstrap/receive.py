@@ -59,6 +59,7 @@ class Order:
     commit: str = ""
     path: str = ""
     url: str = ""
+    most: int | None = None  # bytes at a url; a larger file is refused
     plain: bool = False  # HTTP even where the hub offers Xet
 
 
@@ -272,8 +273,9 @@ def _by_http(order: Order, url: str, headers: dict[str, str], there: int, partia
             partial.start_over()  # it sends the file from its beginning
         if order.url and (tag := response.headers.get("ETag", "")) and not tag.startswith("W/"):
             note.write_text(tag)
+        _require_room_for(announced or 0, order)
         partial.tell(total=announced)
-        partial.receive(_blocks(response, order.size))
+        partial.receive(_blocks(response, order, there if response.status == 206 else 0))
     if announced is not None and partial.sums.size < announced:
         raise BrokenOffError(f"ended at byte {partial.sums.size} of {announced}")
     note.unlink(missing_ok=True)
@@ -300,14 +302,23 @@ def _announced(response: HTTPResponse, there: int) -> int | None:
     return int(total) if total.isdigit() else None
 
 
-def _blocks(response: HTTPResponse, size: int | None) -> Iterator[bytes]:
-    """What arrives, as it arrives; no more than one block beyond ``size``, which is then plainly wrong."""
+def _blocks(response: HTTPResponse, order: Order, there: int) -> Iterator[bytes]:
+    """What arrives, as it arrives; no more than one block beyond the size, which is then plainly wrong."""
     received = 0
     while block := response.read1(RECEIVE):
-        yield block
         received += len(block)
-        if size is not None and received > size:
+        _require_room_for(there + received, order)
+        yield block
+        if order.size is not None and received > order.size:
             return
+
+
+def _require_room_for(size: int, order: Order) -> None:
+    """Raises AccessError where the file is larger than may be."""
+    if order.most is not None and size > order.most:
+        raise AccessError(
+            f"{hub.shown_address(order.url)} is larger than {order.most / 1e9:.0f} GB, the most that is fetched."
+        )
 
 
 @lru_cache(maxsize=1)

@@ -97,6 +97,11 @@ class Volume:
         return self.root / "models"
 
     @property
+    def fetched(self) -> Path:
+        """Datasets from links and from the hub."""
+        return self.root / "fetched"
+
+    @property
     def cache(self) -> Path:
         return self.root / "cache"
 

@@ -112,6 +112,8 @@ def _data(job: Job, volume: Volume, preview: Path | None) -> tuple[DataSummary, 
         return UNKNOWN_DATA, error.problems
     for note in dataset.notes:
         print(textwrap.fill(f"data: {note}", WIDTH, subsequent_indent="  "))
+    if not dataset.items:  # all of it is yet to be fetched
+        return UNKNOWN_DATA, ()
     print(render_data(dataset))
     if preview is not None:
         try:

@@ -37,6 +37,7 @@ from bootstrap.outcome import (
 from bootstrap.plan import Plan, make_plan
 from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
+from bootstrap.remote import fetch_datasets
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
 from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
@@ -264,13 +265,15 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     pod = pod_of_this_run(facts, running)
     running.status.tell("preparing", "measuring the pod")
     pod = examine(job, pod, facts, volume, running.say, running.stop, download=to_be_fetched(job.base, volume))
-    running.preparing(f"weights: {job.base}")
-    weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
+    # The data first: what is wrong with them should not come out after an hour of fetching weights.
     running.preparing("data: looking through the pictures")
+    fetch_datasets(job, volume, os.environ.get("HF_TOKEN"), running.say)
     dataset = scan(job, volume, running.say, remember=True)
     for note in dataset.notes:
         running.say(f"data: {note}")
     running.say(render_data(dataset))
+    running.preparing(f"weights: {job.base}")
+    weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
     plan = make_plan(job, pod, weights.shape, dataset.summary())
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)

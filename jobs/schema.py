@@ -119,8 +119,9 @@ class DatasetEntry(Section):
     """One folder of pictures."""
 
     path: FilePath = key(
-        doc="A folder of pictures on the volume, relative to it or absolute. Captions lie beside the pictures "
-        "(name.txt); folders named 5_something are repeated 5 times.",
+        doc="A folder or zip of pictures on the volume, relative to it or absolute; https://... to a zip; or "
+        "hf://datasets/owner/name. Captions lie beside the pictures (name.txt); folders named 5_something are repeated "
+        "5 times.",
         example="datasets/paper-flowers",
     )
     repeats: Count = key(

@@ -1,0 +1,50 @@
+"""Where the bytes of a shared link really are. Shares give out the address of a page; of the public, long-standing ones
+the address of the file follows from it."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+
+# A share of Nextcloud or ownCloud, on anybody's host: /s/ and fifteen letters.
+_CLOUD_SHARE = re.compile(r"(?:/index\.php)?/s/[A-Za-z0-9]{15}/?")
+_DRIVE_FILE = re.compile(r"/file/(?:u/\d+/)?d/([\w-]+)")
+
+
+class LinkError(Exception):
+    """A link that can never give a file; the message says what to give instead."""
+
+
+def direct(link: str) -> str:
+    """The address to fetch. A link of no known share stays as it is. Raises LinkError."""
+    parts = urlsplit(link)
+    host = (parts.hostname or "").removeprefix("www.")
+    if host == "dropbox.com":
+        return _with(parts, dl="1")
+    if host == "drive.google.com":
+        return _drive(parts)
+    if host.endswith(".sharepoint.com"):
+        return _with(parts, download="1")
+    if host == "github.com":
+        return parts._replace(path=re.sub(r"^(/[^/]+/[^/]+)/blob/", r"\1/raw/", parts.path)).geturl()
+    if host == "huggingface.co":
+        return parts._replace(path=parts.path.replace("/blob/", "/resolve/", 1)).geturl()
+    if _CLOUD_SHARE.fullmatch(parts.path):
+        return parts._replace(path=f"{parts.path.rstrip('/')}/download").geturl()
+    return link
+
+
+def _drive(parts: SplitResult) -> str:
+    if "/folders/" in parts.path:
+        raise LinkError("a Google Drive folder cannot be fetched as one file: pack it as a zip and share that")
+    file = _DRIVE_FILE.match(parts.path)
+    name = file[1] if file else dict(parse_qsl(parts.query)).get("id")
+    if not name:
+        return parts.geturl()
+    # confirm: large files come with a page in between that says that they were not scanned for viruses.
+    query = urlencode({"id": name, "export": "download", "confirm": "t"})
+    return f"https://drive.usercontent.google.com/download?{query}"
+
+
+def _with(parts: SplitResult, **added: str) -> str:
+    return parts._replace(query=urlencode(dict(parse_qsl(parts.query, keep_blank_values=True)) | added)).geturl()
