@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,7 @@ from entrypoint.when_done import clear_banner, read_max_hours
 from jobs.schema import Job
 
 LOOK_EVERY = 2.0  # seconds between two looks at the volume
+VOLUME_EVERY = 10.0  # seconds between two tries to write to a volume that cannot be written
 DATA_EVERY = 30.0  # seconds between two looks at data that cannot be used now anyway
 ACCESS_AGAIN = 900.0  # seconds after which a refused download is tried again: hubs have bad quarters of an hour
 HELD = (JOB_WRONG, POD_WRONG, ACCESS_REFUSED)
@@ -96,11 +98,12 @@ def watch(volume: Volume, environment: Mapping[str, str] = os.environ) -> int:
     """Runs what is dropped into ``jobs/`` until a signal comes; then stops what runs, in order, and gives 0."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # while nothing runs there is nothing to stop in order: end at once
-    volume.create()
     loop = PodLoop(volume, read_pod(volume.root), environment)
     notes = loop.greet()
     if RUN.is_dir():  # a container's own, where its page looks
-        write_json(RUN / POD_NOTES, notes)
+        with suppress(OSError):
+            write_json(RUN / POD_NOTES, notes)
+    create_patiently(volume)
     loop.stop.on_signals()
     loop.delivery.start()
     try:
@@ -119,6 +122,23 @@ def watch(volume: Volume, environment: Mapping[str, str] = os.environ) -> int:
     if not loop.stop.requested:
         loop.end_of_work.stay_stopped()
     return DONE
+
+
+def create_patiently(volume: Volume) -> None:
+    """Makes the volume's folders as soon as it lets itself be written: ending would only be to be started again."""
+    told = ""
+    while True:
+        try:
+            volume.create()
+            return
+        except OSError as error:
+            line = (
+                f"{volume.root} cannot be used, so nothing runs: {error}. Trying again every {VOLUME_EVERY:g} s."
+            )
+        if line != told:
+            told = line
+            print(line, flush=True)
+        time.sleep(VOLUME_EVERY)
 
 
 @dataclass
@@ -152,7 +172,8 @@ class PodLoop:
         facts = probe_volume(self.volume.root, environment=self.environment)
         self.end_of_work.persistent = facts.persistent
         notes += [f"volume: {note}" for note in facts.notes]
-        clear_banner(self.volume, self.environment)
+        with suppress(OSError):
+            clear_banner(self.volume, self.environment)
         if trouble := read_max_hours(self.environment)[1]:
             notes.append(trouble)
         for line in [f"GPUs: {gpus}", *notes] if gpus else notes:

@@ -22,7 +22,7 @@ from entrypoint.attempts import Attempts, digest
 from entrypoint.end_of_work import EndOfWork
 from entrypoint.job_files import JobFile
 from entrypoint.launch import SHARE
-from entrypoint.pod import PodLoop, Waiting, choose
+from entrypoint.pod import PodLoop, Waiting, choose, create_patiently
 from entrypoint.status import Status, StatusFile
 from entrypoint.when_done import Finish
 from jobs.load import load_job, parse_job
@@ -443,6 +443,27 @@ def test_a_run_is_told_its_share_of_the_pod(volume: Volume, clock: Clock, monkey
     loop.turn()
     assert [(env[SHARE], env["CUDA_VISIBLE_DEVICES"]) for env in given] == [("1/4", "0"), ("2/4", "1,2")]
     loop.end()
+
+
+def test_a_volume_that_cannot_be_written_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row P52: said once, without a crash that would only be repeated."""
+    (tmp_path / "file").touch()
+    volume, waits = Volume(tmp_path / "file"), []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 5:
+            volume.root.unlink()
+
+    monkeypatch.setattr(pod_module.time, "sleep", sleep)
+    make_loop(volume).greet()
+    create_patiently(volume)
+    assert volume.jobs.is_dir()
+    said = capsys.readouterr().out
+    assert said.count("nothing runs") == 1
+    assert "cannot be written" in said
 
 
 def test_another_pods_run_keeps_its_status(volume: Volume, started: list[list[str]], clock: Clock) -> None:

@@ -299,8 +299,13 @@ def test_ssh_and_page_are_up_whatever_the_volume_is(tmp_path: Path, kind: str) -
                 "import pathlib; from bootstrap.volume_probe import *; print(probe_volume(pathlib.Path('/elsewhere')))"
             )
             assert "persistent=False, writable=True" in pod.container.execute("python", "-c", program)
+        else:
+            wait_for(lambda: "nothing runs" in pod.container.log, pod.container, "word of the volume", 120)
+            assert "cannot be written" in pod.get("page", "/", "p")[1]
         time.sleep(3)
         assert pod.container.is_running
+        assert pod.container.log.count("nothing runs") <= 1
+        assert "Traceback" not in pod.container.log
         assert pod.get("page", "/health")[0] == 200
 
 
