@@ -132,9 +132,7 @@ def create_patiently(volume: Volume) -> None:
             volume.create()
             return
         except OSError as error:
-            line = (
-                f"{volume.root} cannot be used, so nothing runs: {error}. Trying again every {VOLUME_EVERY:g} s."
-            )
+            line = f"{volume.root} cannot be used, so nothing runs: {error}. Trying again every {VOLUME_EVERY:g} s."
         if line != told:
             told = line
             print(line, flush=True)

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains: a bar on a terminal, plain lines elsewhere."""
+"""What a person sees of a run while it trains: a bar on a terminal, plain lines elsewhere and in the run's log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,17 @@ class TrainingProgress:
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:.1f} images/s", refresh=False)
             self.bar.update(self.step - before)
-            return
         now = time.monotonic()
         first, since = self.first = self.first or (self.step, now)
         if now - self.told >= PLAIN_EVERY or self.step == self.steps:
             self.told = now
             pace = (now - since) / (self.step - first) if self.step > first else None
             left = "" if pace is None else f"  {_clock(pace * (self.steps - self.step))} left"
-            self._say(f"step {self.step}/{self.steps}  loss {loss:.4f}  {speed:.1f} images/s{left}")
+            line = f"step {self.step}/{self.steps}  loss {loss:.4f}  {speed:.1f} images/s{left}"
+            with suppress(OSError), self.log.path.open("a", encoding="utf-8") as log:  # a full volume ends no training
+                log.write(line + "\n")
+            if self.bar is None:
+                print(line, flush=True)
 
     def _say(self, line: str) -> None:
         if self.bar is not None:

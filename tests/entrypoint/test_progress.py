@@ -104,6 +104,10 @@ def test_plain_lines_now_and_then_and_at_the_end(
     clock(1)
     assert progress.look()
     assert capsys.readouterr().out == "step 100/100  loss 0.5000  2.0 images/s  0:00 left\n"
+    told = "step 2/100  loss 0.2500  2.0 images/s  8:10 left\nstep 100/100  loss 0.5000  2.0 images/s  0:00 left\n"
+    assert log.read_text() == told  # a killed run's log says how far it was
+    progress.look()
+    assert capsys.readouterr().out == ""
     progress.close()
 
 
