@@ -163,7 +163,7 @@ def run_children(
     """Runs the commands side by side, their output in the run's log; gives their exit statuses (negative: by signal).
 
     ``look`` is called several times a second. Once ``stop`` is requested every child gets TERM, and what is left of
-    them ``limit()`` seconds later is killed; nothing of ours runs on afterwards.
+    them ``limit()`` seconds later, which may change meanwhile, is killed; nothing of ours runs on afterwards.
     """
     folder = run.folder
     record_process(folder.processes, "entrypoint")
@@ -191,13 +191,13 @@ def run_children(
 def _wait(
     children: Sequence[subprocess.Popen[bytes]], stop: Stop, look: Callable[[], None], limit: Callable[[], float]
 ) -> None:
-    deadline: float | None = None
+    asked: float | None = None
     while any(child.poll() is None for child in children):
-        if stop.requested and deadline is None:
-            deadline = time.monotonic() + limit()
+        if stop.requested and asked is None:
+            asked = time.monotonic()
             for child in children:
                 child.terminate()
-        if deadline is not None and time.monotonic() > deadline:
+        if asked is not None and time.monotonic() > asked + limit():
             return
         look()
         time.sleep(LOOK_EVERY)

@@ -277,7 +277,6 @@ def test_sigterm_in_every_phase_then_sigkill_and_the_run_ends_as_if_nothing_had_
     assert not folder.metrics.exists()
 
     status = interrupted("sampling", lambda: len(list(folder.samples.glob("*.png"))) > 1)
-    assert Outcome.read(folder.outcome) == Outcome(STOPPED, status.message, status.step)
     last = status.step
 
     status = interrupted("training", lambda: steps_told(folder) > last + 2)
