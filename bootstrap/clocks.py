@@ -13,4 +13,5 @@ RUN = 24.0
 NOTHING_NEW = (
     8.0  # in place of RUN where a launch has finished no step: it may compile for minutes, and nothing is lost
 )
+LEAVE = 2.0  # in place of POD_LOOP after a second signal
 SAVE = 18.0  # a state is saved on TERM only if the last one took less; the rest is for finishing the step

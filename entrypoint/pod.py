@@ -337,16 +337,24 @@ class PodLoop:
         """Asks every job to stop, gives them the time there is, and leaves none behind."""
         for child in self.children.values():
             child.process.terminate()
-        deadline = time.monotonic() + clocks.POD_LOOP
+        try:
+            self._wait_for_children(clocks.POD_LOOP)
+        except SystemExit:  # a second signal: they leave at once, too, and give back their leases
+            for child in self.children.values():
+                child.process.terminate()
+            self._wait_for_children(clocks.LEAVE)
+            raise
+
+    def _wait_for_children(self, limit: float) -> None:
+        deadline = time.monotonic() + limit
         for name, child in self.children.items():
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-                self.telling.tell(
-                    name, "pending", "did not stop in time and was killed; its newest state stands", STOPPED
-                )
+                told = "did not stop in time and was killed; its newest state stands"
+                self.telling.tell(name, "pending", told, STOPPED)
 
     def sleep(self, seconds: float) -> bool:
         """Waits; true as soon as somebody asked to stop."""

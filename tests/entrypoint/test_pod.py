@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap import quiet
+from bootstrap import clocks, quiet
 from bootstrap.lease import Lease
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Gpu, Pod
@@ -522,3 +522,28 @@ def test_the_pod_is_stopped_once_when_all_is_done(
             turn_until_ended(again)
             look_at_the_end(again)
     assert len(runpod.actions()) == 1
+
+
+def test_a_second_signal_reaches_the_runs(volume: Volume, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave at once then, and give back their leases; one that does not is killed."""
+    calls: list[str] = []
+
+    class Process:
+        def terminate(self) -> None:
+            calls.append("TERM")
+
+        def wait(self, limit: float = 0) -> int:
+            if calls.count("TERM") == 1:
+                raise SystemExit(143)
+            calls.append(f"wait {limit:g}")
+            return 75
+
+    loop = make_loop(volume)
+    drop(volume, "a")
+    monkeypatch.setattr(pod_module.subprocess, "Popen", lambda *_, **__: Process())
+    monkeypatch.setattr(PodLoop, "_collect", lambda loop: None)
+    loop.turn()
+    loop.turn()
+    with pytest.raises(SystemExit):
+        loop.end()
+    assert calls == ["TERM", "TERM", f"wait {clocks.LEAVE:g}"]
