@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.convert import ai_toolkit, kohya_gui, sd_scripts, written
+from jobs.convert import ai_toolkit, kohya_gui, sd_datasets, sd_scripts, written
 from jobs.convert.draft import NOT_NEEDED, Draft, Fate
 from jobs.convert.source import GUI, TOOLKIT, Source, read_source
 from jobs.convert.values import Drawn, drawn_of, prompt_lines
@@ -62,7 +62,7 @@ def _draft(source: Source, gpus: int | None, count: Counter | None) -> Draft:
             draft.tell(each, NOT_NEEDED, "a later key of the same name decides")
         sd_scripts.check_model(draft, source.file.name)
         draft.samples = _samples(source, draft.text("sample_prompts"))
-        sd_scripts.read_datasets(draft, source.datasets)
+        sd_datasets.read_datasets(draft, source.datasets)
         draft.images = _images(draft, count)
         draft.follow((*sd_scripts.TABLE, *(kohya_gui.TABLE if gui else ())))
     draft.finish()

@@ -95,6 +95,10 @@ class Draft:
         """The names of all keys of a group: optimizer_args.betas, optimizer_args.eps."""
         return [name for name in self.given if name.startswith(f"{group}.")]
 
+    def waits(self, given: Given) -> bool:
+        """Whether a rule will still come to this key, by its own name or beside one that says the same."""
+        return any(given is each for each in self.given.values()) or any(given in each for each in self.alike.values())
+
     # ------------------------------------------------------------ what becomes of it
 
     def write(self, key: str, value: Any, *names: str, remark: str = "") -> None:

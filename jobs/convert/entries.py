@@ -7,7 +7,7 @@ so that one key, however many entries it reaches, has one fate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ class Outcome:
 
 Row = Callable[[Any], Outcome]
 Rows = Mapping[str, Row]
-Chain = Sequence[Mapping[str, Given]]
+Level = Mapping[str, Given]
+Chain = Sequence[Level]
 """The levels that reach one dataset, the outermost first."""
 
 
@@ -100,11 +101,11 @@ def entry_of(draft: Draft, path: str, remark: str, chain: Chain, table: Rows, pa
     draft.datasets.append(entry)
 
 
-def tell_unused(draft: Draft, levels: Sequence[Mapping[str, Given]], table: Rows) -> None:
-    """Keys of outer levels that inner ones replace everywhere. Called when all entries are made."""
+def tell_unused(draft: Draft, levels: Sequence[Level], names: Container[str]) -> None:
+    """Keys called ``names`` of outer levels that inner ones replace everywhere. Called when all entries are made."""
     for level in levels:
         for name, given in level.items():
-            if name in table and not is_empty(given.value):
+            if name in names and not is_empty(given.value):
                 draft.tell(given, NOT_NEEDED, "every dataset has a value of its own")
 
 

@@ -294,6 +294,7 @@ def test_a_lora_of_sd_scripts_with_its_datasets() -> None:
     assert (job.sample.guidance, job.sample.seed) == (3.5, 1)
     kinds = fates(done)
     assert kinds["general.caption_extension"] == NOT_NEEDED
+    assert kinds["training.resolution"] == NOT_NEEDED  # every dataset has its own
     assert kinds["datasets[1].batch_size"] == NOT_SUPPORTED
     assert kinds["datasets[1].subsets[1].image_dir"] == NOT_SUPPORTED  # regularisation
     assert kinds["logging.wandb_api_key"] == NOT_NEEDED
