@@ -13,7 +13,6 @@ tokens: 4608 tokens) or is marked as not measured:
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import GpuModel
+from bootstrap.gpus import GIB, GpuModel
 from bootstrap.layout import bfl_tensors, module_in_bfl
+from bootstrap.lora_targets import target_layers
 from jobs.schema import Job, Lora
 
-GIB = 1 << 30
 BF16, FP32 = 2, 4  # bytes
 
 # Of the memory that nvidia-smi shows, what training may fill: the driver keeps about 1 %, and torch's allocator loses
@@ -169,25 +168,9 @@ def text_tokens(shape: FluxShape) -> int:
 
 
 def adapter_layers(shape: FluxShape, targets: str | tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Linear layers that get an adapter, by diffusers module name, with their (out, in) sizes.
-
-    Patterns match the whole module name; ``*`` stands for anything, dots too.
-    """
-    linear = {name.removesuffix(".weight"): s for name, s in shape.tensors().items() if len(s) == 2}
-    if targets == "all-linear":
-        patterns: tuple[str, ...] = ("*",)
-    elif targets == "attention":
-        patterns = ("*.attn.*",)
-    elif targets == "attention+feed-forward":  # a single block keeps its feed-forward in proj_mlp and proj_out
-        single = "single_transformer_blocks.*"
-        patterns = ("*.attn.*", "*.ff.*", "*.ff_context.*", f"{single}.proj_mlp", f"{single}.proj_out")
-    else:
-        patterns = (targets,) if isinstance(targets, str) else targets
-    return {
-        name: (size[0], size[1])
-        for name, size in linear.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    """Linear layers that get an adapter, by diffusers module name, with their (out, in) sizes."""
+    linear = {name.removesuffix(".weight"): (s[0], s[1]) for name, s in shape.tensors().items() if len(s) == 2}
+    return {name: linear[name] for name in target_layers(linear, targets)}
 
 
 def optimizer_bytes(optimizer: str, shapes: Iterable[tuple[int, ...]], options: Mapping[str, Any]) -> int:

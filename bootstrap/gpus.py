@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 
 GIB = 1 << 30
+MOST_GPUS = 64  # of one pod
 NVLINK_4 = 300.0  # GB/s that one GPU sends and receives in a collective, of 450 on paper (H100, H200)
 NVLINK_3 = 200.0  # of 300 on paper (A100)
 NVLINK_5 = 600.0  # of 900 on paper (Blackwell)
@@ -145,6 +146,13 @@ MODELS: tuple[GpuModel, ...] = (
 
 def _plain(name: str) -> str:
     return " ".join(re.sub(r"[-_/]", " ", name.lower()).split())
+
+
+def counted(text: str) -> tuple[int | None, str]:
+    """ "2xA100 80GB" as (2, "A100 80GB"); None for the number where none is written."""
+    match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.*)", text.strip(), re.IGNORECASE | re.DOTALL)
+    assert match is not None
+    return (int(match[1]) if match[1] else None), match[2]
 
 
 def find_gpu(name: str) -> GpuModel | None:

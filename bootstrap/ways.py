@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from bootstrap import estimate
 from bootstrap.drivers import branch, least_driver
-from bootstrap.estimate import GIB, USABLE, Arrangement, Work, in_gib
+from bootstrap.estimate import USABLE, Arrangement, Work, in_gib
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import PCIE, GpuModel, find_gpu, has_bf16
+from bootstrap.gpus import GIB, PCIE, GpuModel, find_gpu, has_bf16
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
 from jobs.problem import JobError, Problem

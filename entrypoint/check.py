@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bootstrap.estimate import GIB, in_gib, in_time
+from bootstrap.estimate import in_gib, in_time
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import find_gpu, nearest_names
+from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
@@ -27,7 +27,6 @@ from jobs.schema import Job
 
 WIDTH = 120
 UNKNOWN_DATA = DataSummary(images=0, items_per_epoch=0, buckets=())
-MOST_GPUS = 64
 # What rented pods have for each GPU, where a pod is only named: an A40 came with 9 CPUs and 50 GB of RAM; cards of
 # 80 GB and more usually bring more RAM than they have themselves.
 CPUS_PER_GPU = 8
@@ -204,9 +203,9 @@ def _parse_pod(part: str) -> NamedPod:
     price = re.fullmatch(r"\s*[$€]?\s*(\d+(?:\.\d*)?|\.\d+)\s*", price_text)
     if "@" in part and price is None:
         raise ValueError(f"{price_text.strip()!r} is not a price", "Write a number per hour after @, such as A40@0.44")
-    match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(\S.*)", named.strip(), re.IGNORECASE)
-    count, name = int(match[1] or 1) if match else 0, match[2] if match else ""
-    if not 1 <= count <= MOST_GPUS:
+    written, name = counted(named)
+    count = 1 if written is None else written
+    if not name or not 1 <= count <= MOST_GPUS:
         raise ValueError(f"{part!r} is not a number of GPUs with a name", "Write for example 2xA100 80GB")
     model = find_gpu(name)
     if model is None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bootstrap.gpus import MOST_GPUS, counted
 from bootstrap.outcome import ACCESS_REFUSED, CRASH, DONE, JOB_WRONG
 from entrypoint.platform import PlatformError, RunPod, read_keys
 from jobs.load import LoadedJob, load_job
@@ -197,12 +198,12 @@ def _saved_template(runpod: RunPod, wanted: Deployment) -> dict[str, Any] | None
 
 def read_gpu(text: str, job_gpus: int | None) -> tuple[int, str]:
     """ "2xA100 80GB" as (2, "A100 80GB"); without a number, as many as the job asks for. Raises JobError."""
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
-    count = int(match[1] or job_gpus or 1) if match else 0
-    if match is None or not 1 <= count <= 64:
+    written, name = counted(text)
+    count = (job_gpus or 1) if written is None else written
+    if not name or not 1 <= count <= MOST_GPUS:
         remedy = 'Write for example "NVIDIA A40" or "2xA100 80GB"'
         raise JobError([Problem(f"{text!r} names no GPU", remedy, key="--gpu")])
-    return count, match[2]
+    return count, name
 
 
 def find_gpu_type(name: str, count: int, cloud: str, types: list[dict[str, Any]]) -> tuple[str, str]:

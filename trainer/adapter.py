@@ -11,7 +11,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +21,10 @@ from torch import nn
 
 from bootstrap.draws import Use, draw
 from bootstrap.layout import module_in_bfl
+from bootstrap.lora_targets import target_layers, unmatched
 from jobs.schema import Lora
 from trainer.randomness import name_key
 
-_ATTENTION = re.compile(r".*\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)")
-_FEED_FORWARD = re.compile(r".*\.(ff|ff_context)\.net\.(0\.proj|2)|single_transformer_blocks\.\d+\.proj_(mlp|out)")
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.default\.weight")
 
 
@@ -36,18 +34,9 @@ class AdapterError(ValueError):
 
 def target_modules(linear: Sequence[str], targets: str | Sequence[str]) -> list[str]:
     """Which of the model's linear layers ``targets`` means. Raises AdapterError for a pattern that matches none."""
-    if targets == "all-linear":
-        return list(linear)
-    if targets == "attention":
-        return [name for name in linear if _ATTENTION.fullmatch(name)]
-    if targets == "attention+feed-forward":
-        return [name for name in linear if _ATTENTION.fullmatch(name) or _FEED_FORWARD.fullmatch(name)]
-    unmatched = [pattern for pattern in targets if not any(fnmatchcase(name, pattern) for name in linear)]
-    if unmatched:
-        raise AdapterError(
-            f"lora.targets: no layer is called {', '.join(unmatched)}; layers are called like {linear[8]}"
-        )
-    return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]
+    if not isinstance(targets, str) and (strange := unmatched(linear, targets)):
+        raise AdapterError(f"lora.targets: no layer is called {', '.join(strange)}; layers are called like {linear[8]}")
+    return target_layers(linear, targets)
 
 
 def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:

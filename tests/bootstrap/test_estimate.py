@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bootstrap.estimate import (
-    GIB,
     Arrangement,
     Work,
     adapter_layers,
@@ -18,7 +17,7 @@ from bootstrap.estimate import (
     work_of,
 )
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import find_gpu
+from bootstrap.gpus import GIB, find_gpu
 from jobs.load import parse_job
 
 DEV = FluxShape()

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from bootstrap.bases import FLUX_TINY
-from bootstrap.estimate import GIB, USABLE
+from bootstrap.estimate import USABLE
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import find_gpu
+from bootstrap.gpus import GIB, find_gpu
 from bootstrap.outcome import PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod

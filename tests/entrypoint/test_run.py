@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 import torch
 
-from bootstrap.bases import HUB
 from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.outcome import Outcome
 from bootstrap.processes import living, reap, start_time
 from bootstrap.state import State, list_states, read_state, verify
-from bootstrap.tensor_files import make_header, read_tensors
+from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import RunFolder, Volume, read_json
 from entrypoint.status import Status
+from tests.bases import lay_out_flux_dev
 from tests.loopback_hub import LoopbackHub, Repo
 from tests.training import JOB, fill_volume, read_metrics, shared_folder
 
@@ -381,16 +381,8 @@ def test_broken_pictures_are_all_named(tmp_path: Path, flux_tiny: Path) -> None:
 
 
 def test_a_real_model_without_a_gpu_is_prepared_and_then_held(tmp_path: Path, flux_tiny: Path) -> None:
-    """A FLUX.1-dev in size: its headers, and holes in place of 24 GB."""
     volume = fill_volume(tmp_path / "volume")
-    base = volume.models / "flux-dev"
-    shutil.copytree(flux_tiny, base, ignore=shutil.ignore_patterns("transformer", "*.safetensors"))
-    shape = HUB["black-forest-labs/FLUX.1-dev"]
-    (base / "transformer").mkdir()
-    config = {"_class_name": "FluxTransformer2DModel", **shape.config()}
-    (base / "transformer" / "config.json").write_text(json.dumps(config))
-    write_sparse(base / "transformer" / "diffusion_pytorch_model.safetensors", shape.tensors())
-    give_it_encoders(base, shape.text_size, shape.pooled_size)
+    lay_out_flux_dev(volume.models / "flux-dev", flux_tiny)
     job = CHAIN | {"name": "real", "base": "models/flux-dev", "learning_rate": 1e-5, "plan": {}}
     program = begin(volume, job)
     assert program.ends() == 65
@@ -398,22 +390,6 @@ def test_a_real_model_without_a_gpu_is_prepared_and_then_held(tmp_path: Path, fl
     assert (status.phase, status.code) == ("held", 65)
     assert "This pod has no GPU" in status.message
     assert "captions: 10/10" in program.said()
-
-
-def write_sparse(path: Path, sizes: dict[str, tuple[int, ...]]) -> None:
-    start, header = make_header({name: (torch.bfloat16, size) for name, size in sizes.items()}, {})
-    with path.open("wb") as file:
-        file.write(start)
-        file.truncate(header.size)
-
-
-def give_it_encoders(base: Path, text_size: int, pooled_size: int) -> None:
-    """A VAE and encoders whose headers fit FLUX.1-dev; nothing reads their tensors before there is a GPU."""
-    from bootstrap.flux_tiny import make_clip, make_t5, make_vae
-
-    make_vae().save_pretrained(base / "vae")
-    make_clip(1000, 999, pooled_size).save_pretrained(base / "text_encoder")
-    make_t5(200, text_size).save_pretrained(base / "text_encoder_2")
 
 
 # ---------------------------------------------------------------- a crash

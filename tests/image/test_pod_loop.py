@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from bootstrap.bases import HUB
 from bootstrap.lease import Lease
 from bootstrap.outcome import JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.run_file import RunFile
@@ -21,7 +20,8 @@ from bootstrap.state import list_states, newest_whole
 from bootstrap.volume import RunFolder, Volume, write_json
 from entrypoint.drawn import draw_dataset
 from entrypoint.status import Status
-from tests.entrypoint.test_run import give_it_encoders, losses, status_of, write_sparse
+from tests.bases import lay_out_flux_dev
+from tests.entrypoint.test_run import losses, status_of
 from tests.image import podman
 from tests.image.test_container import free_ports
 from tests.loopback_hub import Fault, LoopbackHub, Repo
@@ -430,18 +430,6 @@ def test_a_dead_machines_run_is_taken_over_and_a_living_ones_never(volume: Volum
 # ---------------------------------------------------------------- GPUs that are not there
 
 
-def lay_out_real_base(volume: Volume, flux_tiny: Path) -> None:
-    """A FLUX.1-dev in size: its headers, and holes in place of 24 GB."""
-    base = volume.models / "flux-dev"
-    shutil.copytree(flux_tiny, base, ignore=shutil.ignore_patterns("transformer", "*.safetensors"))
-    shape = HUB["black-forest-labs/FLUX.1-dev"]
-    (base / "transformer").mkdir()
-    config = {"_class_name": "FluxTransformer2DModel", **shape.config()}
-    (base / "transformer" / "config.json").write_text(json.dumps(config))
-    write_sparse(base / "transformer" / "diffusion_pytorch_model.safetensors", shape.tensors())
-    give_it_encoders(base, shape.text_size, shape.pooled_size)
-
-
 PAGE = """
 import os, urllib.request
 request = urllib.request.Request(f"http://127.0.0.1:{os.environ['FLUXPOD_PAGE_PORT']}/")
@@ -454,7 +442,7 @@ CARD = "NVIDIA H100 80GB HBM3, 81559, 81000, 580.95.05, 9.0, GPU-{index}, [N/A]"
 def test_no_gpu_holds_a_real_model_and_two_gpus_take_it_up(tmp_path: Path, flux_tiny: Path) -> None:
     """There is no GPU here, so with two on paper it comes as far as the plan; the trainer's own are tests/gpu's."""
     volume = lay_out(tmp_path / "volume", flux_tiny)
-    lay_out_real_base(volume, flux_tiny)
+    lay_out_flux_dev(volume.models / "flux-dev", flux_tiny)
     folder = drop(volume, "real", base="models/flux-dev", learning_rate=1e-5, plan={})
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
