@@ -37,6 +37,33 @@ class StepRecord:
     seconds: float = 0.0  # since the step before; set by Metrics
 
 
+@dataclass(frozen=True)
+class _Figures:
+    """A step's numbers on their way to the host: loss, gradient's length (0 where there is none), skipped tensors."""
+
+    record: StepRecord
+    numbers: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def send(cls, record: StepRecord) -> _Figures:
+        """Not by ``item()``, which waits for everything that is queued behind them too: the whole next step."""
+        norm = torch.zeros_like(record.loss) if record.grad_norm is None else record.grad_norm
+        numbers = torch.stack([record.loss.float(), norm.float(), record.skipped.float()])
+        if numbers.device.type != "cuda":
+            return cls(record, numbers, None)
+        numbers = numbers.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(record, numbers, arrived)
+
+    def read(self) -> tuple[float, float | None, int]:
+        if self.arrived:
+            self.arrived.synchronize()
+        loss, norm, skipped = self.numbers.tolist()
+        return loss, None if self.record.grad_norm is None else norm, int(skipped)
+
+
 class Metrics:
     """Reads each step's loss one step late, so that the GPU never waits for the host.
 
@@ -48,7 +75,7 @@ class Metrics:
         self.most_in_a_row = most_in_a_row
         self.in_a_row = 0  # steps up to the last one read whose loss or gradient was no number
         self.wrong = ""  # what was no number in the last one read, in words
-        self.waiting: StepRecord | None = None
+        self.waiting: _Figures | None = None
         self.last_time = time.monotonic()
         self.writes = world.leads
         if self.writes:
@@ -64,7 +91,7 @@ class Metrics:
         if waiting:
             self._write(waiting)
         now = time.monotonic()
-        self.waiting = replace(record, seconds=now - self.last_time)
+        self.waiting = _Figures.send(replace(record, seconds=now - self.last_time))
         self.last_time = now
 
     def flush(self) -> None:
@@ -80,10 +107,10 @@ class Metrics:
         """Leaves out of images_per_s what was spent on saving or sampling since the last step."""
         self.last_time = time.monotonic()
 
-    def _write(self, record: StepRecord) -> None:
-        loss = record.loss.item()  # waits for the step to end, when the next is already queued
-        norm = None if record.grad_norm is None else record.grad_norm.item()
-        self.wrong = wrong = what_is_wrong(record.step, loss, norm, int(record.skipped.item()))
+    def _write(self, figures: _Figures) -> None:
+        record = figures.record
+        loss, norm, skipped = figures.read()
+        self.wrong = wrong = what_is_wrong(record.step, loss, norm, skipped)
         self.in_a_row = self.in_a_row + 1 if wrong else 0
         if wrong and self.writes:
             log.warning("%s: nothing was learned from it (%d in a row)", wrong, self.in_a_row)

@@ -69,6 +69,13 @@ class Optimizer(ABC):
         self.skipped += ~finite
         return self.go * finite
 
+    def admit_all(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """1 where an update may use every one of them; with few launches, of which an adapter has hundreds of tensors'
+        worth."""
+        finite = torch.isfinite(torch.stack(torch._foreach_norm(gradients)))
+        self.skipped += (~finite).sum(dtype=torch.int32)
+        return self.go * finite.all()
+
     @abstractmethod
     def update(self, tensor: Trained) -> None:
         """Uses up the gradient of one tensor; may be called from its backward hook."""

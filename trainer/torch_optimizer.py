@@ -72,7 +72,7 @@ class TorchOptimizer(Optimizer):
             gradient = tensor.take_gradient()
             if gradient is not None:
                 filled[tensor.name] = (tensor.weight.float(), gradient.float())
-        go = torch.stack([self.admit(gradient) for _, gradient in filled.values()]).amin()
+        go = self.admit_all([gradient for _, gradient in filled.values()])
         self._step(optimizer, filled, go)  # all or none: what sees the whole model is spoiled by any part
         for tensor in tensors:
             if tensor.name in filled:
