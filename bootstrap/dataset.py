@@ -22,6 +22,7 @@ from bootstrap.captions import Sidecars, decode_text, dressed, has_wildcards, sh
 from bootstrap.folders import Folder, named_repeats, walk
 from bootstrap.images import ImageFacts
 from bootstrap.inspection import Remembered, look_at_all
+from bootstrap.masks import ALPHA, MaskFolder, why_not
 from bootstrap.plan import DataSummary
 from bootstrap.remote import find_fetched, is_remote, shown_path
 from bootstrap.volume import Volume
@@ -127,6 +128,7 @@ class _Entry:
     images: int = 0
     captions: int = 0
     skipped: int = 0
+    masks: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)  # of folder and name: path and digest
     listed: dict[str, str] = field(default_factory=dict)  # captions from lists not taken yet, by list_key of the image
     stray: list[str] = field(default_factory=list)  # text files that belong to no image
     likely: list[str] = field(default_factory=list)  # those of them whose names look like captions
@@ -154,22 +156,27 @@ class _Entry:
         except ArchiveError as error:
             self.problems.append(Problem(f"{shown_path(self.entry.path)}: {error}", key=f"{self.key}.path"))
             return
+        masks = self._mask_folder()
+        # A folder of masks may lie among the pictures: it holds none.
+        folders = [f for f in tree.folders if masks is None or not f.path.is_relative_to(masks.root)]
         self.notes += tree.notes
         if tree.ignored:
             self.notes.append(f"{tree.ignored} hidden or system files ignored")
-        facts = self._inspect(root, tree.folders)
+        facts = self._inspect(root, folders)
+        if masks is not None:
+            self._take_masks(masks, facts)
         if not facts and not self.problems:
-            why = _no_images(shown_path(self.entry.path), root, tree.folders, f"{self.key}.path")
+            why = _no_images(shown_path(self.entry.path), root, folders, f"{self.key}.path")
             if self.skipped:
                 told = f"not one of the {self.skipped} pictures in {shown_path(self.entry.path)!r} can be used"
                 why = Problem(told, key=f"{self.key}.path")
             self.problems.append(why)
             return
-        for folder in tree.folders:
+        for folder in folders:
             self._read_lists(folder)
-        for folder in tree.folders:
+        for folder in folders:
             self._take(folder, facts.get(folder.name, {}))
-        self._tell_repeats(root, facts, tree.folders)
+        self._tell_repeats(root, facts, folders)
         self.images = len({item.path for item in self.items}) if self.items else 0
         self._tell_captions()
         self.notes += [f"{said}: {shown(names)}" for said, names in self.said.items()]
@@ -180,9 +187,7 @@ class _Entry:
         facts: dict[str, dict[str, ImageFacts]] = defaultdict(dict)
         foreign: list[str] = []
         told = time.monotonic()
-        key = hashlib.sha256(os.fsencode(_from_volume(root, self.volume))).hexdigest()[:32]
-        file = self.volume.cache / "pictures" / f"{key}.json"
-        with Remembered(file, root, writes=self.remember) as remembered:
+        with self._remembered(root) as remembered:
             paths = [folder.path / name for folder, name in files]
             looked = zip(files, look_at_all(paths, remembered), strict=True)
             for done, ((folder, name), found) in enumerate(looked, start=1):
@@ -198,6 +203,50 @@ class _Entry:
         if foreign:
             self.notes.append(f"{len(foreign)} files that are no images ignored: {shown(foreign)}")
         return facts
+
+    def _remembered(self, root: Path) -> Remembered:
+        key = hashlib.sha256(os.fsencode(_from_volume(root, self.volume))).hexdigest()[:32]
+        return Remembered(self.volume.cache / "pictures" / f"{key}.json", root, writes=self.remember)
+
+    def _mask_folder(self) -> MaskFolder | None:
+        """The folder of masks, where the job names one; what is wrong with it is told."""
+        if self.entry.mask in (None, ALPHA):
+            return None
+        root = self.volume.resolve(self.entry.mask)
+        if not root.is_dir() and not is_zip(root):
+            self.problems.append(_missing(self.entry.mask, root, self.volume, f"{self.key}.mask"))
+            return None
+        try:
+            return MaskFolder(root)
+        except ArchiveError as error:
+            self.problems.append(Problem(f"{self.entry.mask}: {error}", key=f"{self.key}.mask"))
+            return None
+
+    def _take_masks(self, masks: MaskFolder, facts: dict[str, dict[str, ImageFacts]]) -> None:
+        """Finds and checks the mask of each picture; a picture whose mask cannot be used is none to train on."""
+        self.notes += masks.notes
+        pairs = [(folder, name, masks.of(folder, name)) for folder, found in facts.items() for name in found]
+        with self._remembered(masks.root) as remembered:
+            looked = look_at_all([path for *_, path in pairs if path], remembered)
+            for folder, name, path in pairs:
+                if path is None:
+                    self.said["without a mask: learned whole"].append(f"{folder}/{name}" if folder else name)
+                    continue
+                found, image = next(looked), facts[folder][name]
+                if why := found.problem or why_not(found.facts, image.width, image.height):
+                    self._cannot_use(_from_volume(path, self.volume), f"the mask of {name} {why}")
+                    del facts[folder][name]
+                elif found.facts:
+                    self.masks[folder, name] = (_from_volume(path, self.volume), found.facts.digest)
+
+    def _mask_of(self, folder: Folder, name: str, image: ImageFacts) -> tuple[str, str]:
+        """What an item says of its mask: where it is, and its digest."""
+        if self.entry.mask != ALPHA:
+            return self.masks.get((folder.name, name), ("", ""))
+        if image.transparent:
+            return ALPHA, ""
+        self.said["without transparency, so without a mask: learned whole"].append(_below(folder, name))
+        return "", ""
 
     def _cannot_use(self, name: str, why: str, remedy: str = "Replace it or delete it") -> None:
         """A picture that training must do without: a problem, or a note where the job says to skip it."""
@@ -295,6 +344,7 @@ class _Entry:
         if not buckets:
             why = f"{image.width} x {image.height} px is less than one bucket_step ({step})"
             self._cannot_use(_below(folder, name), why, "Delete it, set upscale: true")
+        mask, mask_digest = self._mask_of(folder, name, image)
         for bucket in buckets:
             if cropped_away(image.width, image.height, bucket) > MOST_CROPPED:
                 self.said[f"so long that more than half is cropped away at {bucket[0]} x {bucket[1]}"].append(
@@ -310,6 +360,8 @@ class _Entry:
                     height=image.height,
                     bucket=bucket,
                     dataset=self.index,
+                    mask=mask,
+                    mask_digest=mask_digest,
                 )
             )
 

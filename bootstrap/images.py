@@ -26,7 +26,7 @@ from bootstrap.archives import read_file, stamp
 from bootstrap.buckets import Box, Size
 
 # Raise when pixels come out otherwise than before: what was remembered of pictures is then looked at anew.
-VERSION = 1
+VERSION = 2
 
 # Pillow refuses from 179 megapixels and warns from 89; scans and panoramas are larger. Ours is one limit, checked
 # before any pixel is decoded: 250 megapixels take 750 MB as RGB, and about 3 GB while transparency is seen to.
@@ -90,7 +90,8 @@ class ImageFacts:
     width: int  # upright, pixels
     height: int
     notes: tuple[str, ...]
-    transparent: bool = False  # somewhere: what a mask from alpha can be made of
+    transparent: bool  # somewhere: what a mask from alpha can be made of
+    black: bool  # all over: as a mask it would hide everything
 
 
 def image_format(head: bytes) -> str | None:
@@ -141,7 +142,14 @@ def inspect(path: Path) -> ImageFacts | None:
         raise ImageError(f"{width} x {height} px is too small to learn from: each side needs {MIN_SIDE}")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise ImageError(f"{width} x {height} px is too long: one side is more than {MAX_ASPECT} times the other")
-    return ImageFacts(hashlib.sha256(data).hexdigest(), width, height, picture.notes, picture.alpha is not None)
+    return ImageFacts(
+        digest=hashlib.sha256(data).hexdigest(),
+        width=width,
+        height=height,
+        notes=picture.notes,
+        transparent=picture.alpha is not None,
+        black=luminance(picture).getbbox() is None,
+    )
 
 
 def view(picture: Picture, bucket: Size, box: Box, mask: Image.Image | None = None) -> View:

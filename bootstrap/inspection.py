@@ -67,14 +67,14 @@ class Remembered:
         known = self._known.get(name)
         if known is not None and known[: len(found.marks)] == list(found.marks):
             self._now[name] = known
-            digest, width, height, notes, transparent = known[len(found.marks) :]
-            return Found(path, ImageFacts(digest, width, height, tuple(notes), transparent))
+            digest, width, height, notes, transparent, black = known[len(found.marks) :]
+            return Found(path, ImageFacts(digest, width, height, tuple(notes), transparent, black))
         try:
             facts = inspect(path)
         except ImageError as error:
             return Found(path, None, str(error))
         if facts is not None and found.written < self._settled:
-            about = [facts.digest, facts.width, facts.height, list(facts.notes), facts.transparent]
+            about = [facts.digest, facts.width, facts.height, list(facts.notes), facts.transparent, facts.black]
             self._now[name] = [*found.marks, *about]
         return Found(path, facts)
 

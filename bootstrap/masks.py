@@ -6,15 +6,13 @@ dataset: ``masks/cats/a.png`` is the mask of ``cats/a.jpg``.
 
 from __future__ import annotations
 
-import hashlib
 import unicodedata
-from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
 from bootstrap.folders import walk
-from bootstrap.images import ImageError, decode, luminance
+from bootstrap.images import ImageError, ImageFacts, decode, luminance
 
 ALPHA = "alpha"  # what a job, and an item, say for a mask from the picture's own alpha channel
 # A mask made from a scaled copy of the picture has its proportions but for the rounding of a side, here of a copy with
@@ -22,23 +20,16 @@ ALPHA = "alpha"  # what a job, and an item, say for a mask from the picture's ow
 PROPORTIONS_DIFFER = 0.02
 
 
-@dataclass(frozen=True)
-class MaskFacts:
-    """What the scan keeps of a mask file that fits its picture."""
-
-    digest: str  # sha256 of the file's bytes
-    learned: float  # share of its area, 0 .. 1
-
-
 class MaskFolder:
     """The mask files below a folder, found by their picture's name below the dataset.
 
     ``cats/a.jpg`` has ``cats/a.jpg.png`` (made for that very file) before ``cats/a.*``; names match across Unicode
-    forms and whatever the ending. Raises nothing for what cannot be read: ``notes`` tells.
+    forms and whatever the ending. What cannot be read, ``notes`` tells. Raises ArchiveError.
     """
 
     def __init__(self, root: Path) -> None:
         tree = walk(root)
+        self.root = root
         self.notes = tree.notes
         self._by_name: dict[str, Path] = {}
         for folder in tree.folders:
@@ -62,27 +53,23 @@ def read_mask(data: bytes, width: int, height: int) -> Image.Image:
     ``height`` pixels.
     """
     mask = luminance(decode(data))
-    if abs(mask.width * height / (mask.height * width) - 1) > PROPORTIONS_DIFFER:
-        raise ImageError(
-            f"is {mask.width} x {mask.height} px, and the picture is {width} x {height} px: a mask covers its whole "
-            "picture"
-        )
+    if why := _other_proportions(mask.width, mask.height, width, height):
+        raise ImageError(why)
     return mask
 
 
-def inspect_mask(path: Path, width: int, height: int) -> MaskFacts:
-    """Decodes a mask file whole. Raises ImageError where it cannot be used, or hides all of its picture."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ImageError(f"cannot be read ({error.strerror})") from error
-    learned = share_learned(read_mask(data, width, height))
-    if not learned:
-        raise ImageError("is black all over: nothing of the picture would be learned")
-    return MaskFacts(hashlib.sha256(data).hexdigest(), learned)
+def why_not(mask: ImageFacts | None, width: int, height: int) -> str:
+    """Why a file, by what its inspection has found, is no mask of a picture of ``width`` x ``height`` pixels; "" where
+    it is one."""
+    if mask is None:
+        return "is no picture"
+    if mask.black:
+        return "is black all over: nothing of the picture would be learned"
+    return _other_proportions(mask.width, mask.height, width, height)
 
 
-def share_learned(mask: Image.Image) -> float:
-    """The mean of a mask, 0 .. 1."""
-    histogram = mask.histogram()
-    return sum(value * count for value, count in enumerate(histogram)) / (255 * mask.width * mask.height)
+def _other_proportions(mask_width: int, mask_height: int, width: int, height: int) -> str:
+    if abs(mask_width * height / (mask_height * width) - 1) <= PROPORTIONS_DIFFER:
+        return ""
+    told = f"is {mask_width} x {mask_height} px, and the picture is {width} x {height} px"
+    return f"{told}: a mask covers its whole picture"

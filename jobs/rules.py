@@ -145,6 +145,10 @@ def _datasets(written: Mapping[str, Any]) -> Iterator[Finding]:
         if entry.get("keep_tags") and not entry.get("shuffle_tags"):
             remedy = "Delete it, or write shuffle_tags: true"
             yield Finding(("datasets", index, "keep_tags"), "has no effect without shuffle_tags", remedy)
+        for key in ("mask_floor", "mask_normalize"):
+            if entry.get(key) and entry.get("mask") is None:
+                remedy = "Delete it, or write mask: alpha, or a folder of masks"
+                yield Finding(("datasets", index, key), "has no effect without mask", remedy)
         if "crop" in entry and entry.get("random_crops"):
             yield Finding(("datasets", index, "crop"), "has no effect with random_crops", "Delete one of the two")
 

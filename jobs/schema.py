@@ -203,6 +203,13 @@ class DatasetEntry(Section):
         ge=0,
         le=100,
     )
+    mask: FilePath | None = key(
+        None,
+        doc="What of each picture is learned: alpha for what is not transparent, or a folder (or zip) of black and "
+        "white pictures with the names of these, white for what is learned.",
+        example="datasets/flower-masks",
+        left_out="all of it",
+    )
     mask_floor: Number = key(
         0.0,
         doc="How much counts, from 0 to 1, what a mask hides; only with mask.",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import zipfile
 from dataclasses import replace
@@ -302,3 +303,55 @@ def test_what_is_known_of_pictures_is_kept_on_the_volume(volume: Volume, folder:
     assert not (volume.cache / "pictures").exists()
     scan(job(), volume, remember=True)
     assert len(list((volume.cache / "pictures").iterdir())) <= 1
+
+
+def with_alpha(path: Path) -> None:
+    image = Image.new("RGBA", (128, 128), (200, 0, 0, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 64, 128))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+def test_masks_from_alpha(volume: Volume, folder: Path) -> None:
+    with_alpha(folder / "a.png")
+    picture(folder / "b.png")
+    data = scan(job({"path": "datasets/d", "mask": "alpha"}), volume)
+    assert [(item.mask, item.mask_digest) for item in data.items] == [("alpha", ""), ("", "")]
+    assert any("without transparency, so without a mask: learned whole: b.png" in note for note in data.notes)
+    assert {item.mask for item in scan(job(), volume).items} == {""}
+
+
+def test_masks_from_a_folder_also_among_the_pictures(volume: Volume, folder: Path) -> None:
+    for name in ("a", "2_cat/b", "c"):
+        picture(folder / f"{name}.jpg")
+    mask = Image.new("L", (64, 64), 255)
+    for name in ("a", "2_cat/b"):
+        (folder / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
+        mask.save(folder / "masks" / f"{name}.png")
+    data = scan(job({"path": "datasets/d", "mask": "datasets/d/masks"}), volume)
+    digest = hashlib.sha256((folder / "masks" / "a.png").read_bytes()).hexdigest()
+    assert {Path(item.path).name: (item.mask, item.mask_digest) for item in data.items} == {
+        "a.jpg": ("datasets/d/masks/a.png", digest),
+        "b.jpg": ("datasets/d/masks/2_cat/b.png", digest),
+        "c.jpg": ("", ""),
+    }
+    assert any("without a mask: learned whole: c.jpg" in note for note in data.notes)
+
+
+def test_masks_that_do_not_fit_are_all_named(volume: Volume, folder: Path) -> None:
+    masks = volume.datasets / "masks"
+    for name in ("a", "b", "c", "d"):
+        picture(folder / f"{name}.jpg")
+        picture(masks / f"{name}.png", (64, 64), "white")
+    picture(masks / "b.png", (64, 128), "white")
+    picture(masks / "c.png", (64, 64), "black")
+    (masks / "d.png").write_bytes(b"<html>")
+    entry = {"path": "datasets/d", "mask": "datasets/masks"}
+    found = problems(job(entry), volume)
+    assert len(found) == 3
+    for words in ("masks/b.png: the mask of b.jpg is 64 x 128 px", "c.jpg is black all over", "d.jpg a web page"):
+        assert any(words in problem for problem in found), words
+    assert names(scan(job(entry, bad_images="skip"), volume)) == ["a.jpg"]
+    (found_path,) = problems(job(entry | {"mask": "datasets/maks"}), volume)
+    assert "datasets[0].mask: 'datasets/maks' does not exist" in found_path
+    assert "Did you mean datasets/masks?" in found_path

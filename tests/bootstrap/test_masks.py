@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bootstrap.images import ImageError, decode, view
-from bootstrap.masks import MaskFolder, inspect_mask, read_mask
+from bootstrap.images import ImageError, decode, inspect, view
+from bootstrap.masks import MaskFolder, read_mask, why_not
 
 
 def saved(image: Image.Image, form: str = "PNG") -> bytes:
@@ -79,20 +79,28 @@ def test_masks_are_found_by_their_pictures_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "words"),
+    [(saved(halves((64, 64))), "covers its whole picture"), (b"<html>", "web page"), (saved(halves((128, 65))), "")],
+)
+def test_a_mask_is_read_only_where_it_fits(data: bytes, words: str) -> None:
+    if words:
+        with pytest.raises(ImageError, match=words):
+            read_mask(data, 128, 64)
+    else:
+        assert read_mask(data, 128, 64).size == (128, 65)
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
     [
-        (saved(halves((64, 64))), "covers its whole picture"),
-        (saved(Image.new("L", (128, 64))), "black all over"),
-        (b"<html>", "web page"),
+        (halves((64, 64)), "covers its whole picture"),
+        (Image.new("L", (128, 64)), "black all over"),
+        (Image.new("RGBA", (128, 64), (255, 255, 255, 0)), "black all over"),
+        (halves((128, 65)), ""),
     ],
 )
-def test_a_mask_that_does_not_fit_says_why(tmp_path: Path, data: bytes, words: str) -> None:
-    (tmp_path / "m.png").write_bytes(data)
-    with pytest.raises(ImageError, match=words):
-        inspect_mask(tmp_path / "m.png", 128, 64)
-
-
-def test_inspect_mask(tmp_path: Path) -> None:
-    (tmp_path / "m.png").write_bytes(saved(halves((128, 65))))
-    assert inspect_mask(tmp_path / "m.png", 128, 64).learned == 0.5
-    with pytest.raises(ImageError, match="cannot be read"):
-        inspect_mask(tmp_path / "n.png", 128, 64)
+def test_what_inspection_has_found_tells_whether_a_mask_fits(tmp_path: Path, image: Image.Image, words: str) -> None:
+    image.save(tmp_path / "m.png")
+    why = why_not(inspect(tmp_path / "m.png"), 128, 64)
+    assert words in why
+    assert bool(why) == bool(words)
+    assert why_not(None, 128, 64) == "is no picture"
