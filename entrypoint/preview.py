@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,15 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from bootstrap.buckets import Size
-from bootstrap.captions import dressed
+from bootstrap.captions import draw_text
 from bootstrap.dataset import Dataset, Item
+from bootstrap.draws import Use, draw
 from bootstrap.images import ImageError, view
 from bootstrap.inspection import AT_ONCE, in_order
 from bootstrap.pictures import read_item
 from bootstrap.volume import Volume, write_atomically
-from bootstrap.wanted import crops_of
-from jobs.schema import Job
+from bootstrap.wanted import crop_at, crops_of
+from jobs.schema import DatasetEntry, Job
 
 MOST = 60  # pictures on a sheet: more cannot be looked at, and none of the larger sets fits anyway
 COLUMNS = 6
@@ -47,7 +48,8 @@ def write_preview(job: Job, dataset: Dataset, volume: Volume, file: Path) -> str
     """Writes the sheet as a JPEG; gives a line for people. Raises OSError."""
     chosen = choose(dataset.items)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        cells = list(in_order(pool, lambda item: _cell(job, item, volume), chosen, 2 * AT_ONCE))
+        places = enumerate(chosen)
+        cells = list(in_order(pool, lambda pair: _cell(job, pair[1], pair[0], volume), places, 2 * AT_ONCE))
     sheet = draw_sheet(cells)
     write_atomically(file, _encoded(sheet))
     return f"preview: {len(chosen)} of {len(dataset.items)} in {file}"
@@ -73,22 +75,34 @@ def choose(items: Sequence[Item], most: int = MOST) -> list[Item]:
     ]
 
 
-def _cell(job: Job, item: Item, volume: Volume) -> Cell:
-    size = f"{item.bucket[0]} x {item.bucket[1]}" + (f", {item.repeats} repeats" if item.repeats > 1 else "")
+def _cell(job: Job, item: Item, place: int, volume: Volume) -> Cell:
+    """The item as a first step could show it: one of its crops, one of its texts."""
+    entry = job.datasets[item.dataset]
+    size = f"{item.bucket[0]} x {item.bucket[1]}" + "".join(f", {more}" for more in _about(item, entry))
     name = Path(item.path).name
     try:
         picture, mask = read_item(item, volume)
     except ImageError as error:
         return Cell(None, size, name, str(error))
-    entry = job.datasets[item.dataset]
-    crop = crops_of(item, entry)[0]
+    crop = crop_at(job, item, 0, place)
     seen = view(picture, item.bucket, crop.box, mask)
     pixels = seen.pixels
     if seen.mask is not None:
         pixels = (pixels * (DIMMED + (1 - DIMMED) * seen.mask[..., None] / 255)).astype(np.uint8)
-    shown = Image.fromarray(pixels)
+    shown = Image.fromarray(pixels[:, ::-1] if crop.mirrored else pixels)
     shown.thumbnail((PICTURE, PICTURE), Image.Resampling.LANCZOS)
-    return Cell(shown, size, name, dressed(item.caption, entry) or "(empty caption)")
+    text = draw_text(item.caption, entry, draw(job.seed, Use.CAPTION, 0, place))
+    return Cell(shown, size, name, text or "(empty caption)")
+
+
+def _about(item: Item, entry: DatasetEntry) -> Iterator[str]:
+    """What the picture alone does not show."""
+    if item.repeats > 1:
+        yield f"{item.repeats} repeats"
+    if (crops := len(crops_of(item, entry))) > 1:
+        yield f"one of {crops} crops"
+    if entry.weight != 1:
+        yield f"weight {entry.weight:g}"
 
 
 def draw_sheet(cells: Sequence[Cell]) -> Image.Image:

@@ -10,8 +10,9 @@ from PIL import Image
 
 from bootstrap.dataset import Dataset, Item, scan
 from bootstrap.volume import Volume
+from entrypoint import preview
 from entrypoint.cli import main
-from entrypoint.preview import COLUMNS, MARGIN, MOST, PICTURE, choose, write_preview
+from entrypoint.preview import COLUMNS, MARGIN, MOST, PICTURE, Cell, choose, write_preview
 from jobs.schema import Job
 
 JOB = "name: demo\nbase: flux-tiny\nmethod: full\ndatasets: [{path: datasets/a}]\nresolution: 128\nbucket_step: 16\n"
@@ -100,3 +101,13 @@ def test_the_masks_need_not_be_there(volume: Volume, job: Job, tmp_path: Path) -
     data: Dataset = scan(job, volume)
     gone = tuple(replace(item, mask="datasets/masks/gone.png", mask_digest="x") for item in data.items)
     assert "3 of 3" in write_preview(job, replace(data, items=gone), volume, tmp_path / "sheet.jpg")
+
+
+def test_one_of_the_crops_and_texts_is_shown(volume: Volume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"path": "datasets/a", "flip": True, "random_crops": 2, "wildcards": True, "weight": 0.5, "repeats": 3}
+    job = Job(name="demo", base="flux-tiny", method="full", datasets=[entry], resolution=128, bucket_step=16)
+    drawn: list[Cell] = []
+    monkeypatch.setattr(preview, "draw_sheet", lambda cells: drawn.extend(cells) or Image.new("RGB", (8, 8)))
+    write_preview(job, scan(job, volume), volume, tmp_path / "sheet.jpg")
+    assert {cell.size.partition(", ")[2] for cell in drawn} == {"3 repeats, one of 4 crops, weight 0.5"}
+    assert {cell.text.split("\n")[0] for cell in drawn if cell.name == "b.png"} <= {"Blümchen a", "Blümchen b"}
