@@ -143,9 +143,8 @@ def verdict(probe: Probe) -> str:
     """The pod's speed in one sentence."""
     worst = slowest(probe)
     if worst is None or worst.share is None:
-        return "How fast this pod should be is not known: " + (
-            "its GPUs are not in the table" if probe.cards else "it has no GPU that could be measured"
-        )
+        why = "its GPUs are not in the table" if probe.cards else "no GPU of it was measured"
+        return f"How fast this pod should be is not known: {why}"
     gpu = next((card for card in probe.cards if f"GPU {card.index}" == worst.where), None)
     model = find_gpu(gpu.name) if gpu else None
     name = model.name if model else worst.where
@@ -199,7 +198,7 @@ def render(probe: Probe) -> str:
         lines.append(f"  {shown:<{widths[0]}}  {name:<{widths[1]}}  {value:>{widths[2]}}  {told}".rstrip())
     lines += [f"  {line}" for line in health_lines(probe, quiet=False)]
     lines += [f"! {note}" for note in (*(fault for _, fault in probe.faults), *probe.notes)]
-    return "\n".join([*lines, verdict(probe)])
+    return "\n".join([*lines, *([verdict(probe)] if probe.cards else [])])
 
 
 def _cells(measure: Measure) -> tuple[str, str]:

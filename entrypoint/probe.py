@@ -24,7 +24,7 @@ from typing import Any
 from bootstrap.gpus import PCIE, find_gpu
 from bootstrap.host_speeds import download_rate, hashing_rate
 from bootstrap.nvidia_smi import Gpu, Health, read_health
-from bootstrap.outcome import DONE, POD_WRONG, PodError
+from bootstrap.outcome import DONE, POD_WRONG, STOPPED, PodError
 from bootstrap.pod import Pod, free_bytes, lacks_shm, read_pod
 from bootstrap.probe import (
     CARD_PARTS,
@@ -50,7 +50,7 @@ from jobs.secret import is_secret
 
 START_SECONDS = 90.0  # for a child to import torch: 5 s, or a minute from the cold disk of a new pod
 CARDS_SECONDS = 35.0  # for all parts of the cards, which are measured at the same time
-LINKS_SECONDS = 12.0  # for the ways between them, with P2P and again without; half of it is starting
+LINKS_SECONDS = 15.0  # for the ways between them, with P2P and again without; NCCL needs half of it to start
 WITNESS_SECONDS = 45.0  # for torch to list the GPUs where nvidia-smi does not
 NORMAL_VOLUME = 200e6  # bytes/s; network volumes are sold with 200 to 400 MB/s
 AT_WORK = 1.0  # seconds after which a card that multiplies matrices has its clocks and heat
@@ -71,6 +71,8 @@ def show_probe(volume: Volume) -> int:
         print(f"! {note}", flush=True)
     probe = probe_pod(pod, facts, os.environ, lambda line: print(line, flush=True), stop, download=True)
     print(render(probe), flush=True)
+    if stop.requested:
+        return STOPPED
     least = Job.model_fields["least_speed"].default
     return POD_WRONG if probe.faults or too_slow(probe, least) else DONE
 
@@ -128,7 +130,7 @@ def probe_pod(
     begun = time.monotonic()
     measures = [*_volume(facts), *_host(pod, environment, say, download)]
     if not pod.gpus:
-        note = "no GPU here: only the volume, the CPUs and the network are measured"
+        note = "No GPU here: only the volume, the CPUs and the network were measured"
         return Probe(hardware(()), time.monotonic() - begun, tuple(measures), notes=(note,))
     cards = probe_cards(pod.gpus, environment, say, stop)
     sound = [card for card in cards if not card.fault]
@@ -295,26 +297,32 @@ def _run_links(gpus: Sequence[Gpu], environment: Mapping[str, str], stop: Stop) 
     parts = ("all-reduce", "GPU to GPU")
     others = [Child(command, settings | {"RANK": str(rank)}) for rank in range(1, len(gpus))]
     try:
-        found = _collect(Child(command, settings | {"RANK": "0"}), parts, stop, LINKS_SECONDS + START_SECONDS)
-        for other in others:  # the one that fails first says why
-            if any("error" in told for told in found.values()) and (told := other.next(time.monotonic() + 0.5)):
-                found[told["part"]] = told
+        found = _collect(Child(command, settings | {"RANK": "0"}), parts, stop)
+        if any("error" in told for told in found.values()):
+            for other in others:  # the one that fails first says why
+                while told := other.next(time.monotonic() + 0.5):
+                    if "error" in told:
+                        found[told["part"]] = told
         return found
     finally:
         for other in others:
             other.end()
 
 
-def _collect(child: Child, parts: Sequence[str], stop: Stop, seconds: float) -> dict[str, dict[str, Any]]:
-    deadline = time.monotonic() + seconds
+def _collect(child: Child, parts: Sequence[str], stop: Stop) -> dict[str, dict[str, Any]]:
+    """Both parts' ``value`` or ``error``; LINKS_SECONDS for them count from when torch is there."""
+    deadline = time.monotonic() + START_SECONDS
     found: dict[str, dict[str, Any]] = {}
     try:
         while len(found) < len(parts) and (told := child.next(deadline, stop)):
-            found[told["part"]] = told
+            if told.get("begun"):
+                deadline = time.monotonic() + LINKS_SECONDS
+            else:
+                found[told["part"]] = told
     finally:
+        late = time.monotonic() >= deadline
         child.end()
-    late = time.monotonic() >= deadline
-    error = f"cut off after {seconds:.0f} s" if late else f"it ended: {child.last_words()}"
+    error = f"it hung and was cut off after {LINKS_SECONDS:.0f} s" if late else f"it ended: {child.last_words()}"
     return {part: found.get(part, {"error": error}) for part in parts}
 
 

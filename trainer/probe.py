@@ -203,6 +203,7 @@ def measure_links(reduced: int = REDUCED) -> None:
     """One of WORLD_SIZE processes, as their environment says: sums a tensor over all of them and sends one from the
     first to the second. A wrong sum, as hosts with a wrongly set up IOMMU give, is an error."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    tell("links", begun=True)  # from here on time is limited
     on_card = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_card else torch.device("cpu")
     if on_card:

@@ -69,7 +69,7 @@ def test_a_pod_of_unknown_gpus_is_never_too_slow() -> None:
     assert slowest(strange) is None
     assert too_slow(strange, 0.9) == ""
     assert "not in the table" in verdict(strange)
-    assert "no GPU" in verdict(Probe("", 1.0, ()))
+    assert "no GPU of it was measured" in verdict(Probe("", 1.0, ()))
 
 
 def test_what_could_not_be_measured_judges_nothing() -> None:

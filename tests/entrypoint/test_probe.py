@@ -18,9 +18,9 @@ from bootstrap.probe import CARD_PARTS, normal_of
 from bootstrap.volume import Volume
 from bootstrap.volume_probe import VolumeFacts
 from entrypoint import probe
-from entrypoint.launch import Stop
+from entrypoint.launch import Stop, child_environment
 from entrypoint.probe import Child, choose_p2p, examine, probe_pod, run_parts, second_witness
-from tests.runs import make_job
+from tests.runs import make_job, make_run
 
 FACTS = VolumeFacts(True, True, True, True, True, 1 << 40, None, 300e6, 250e6)
 A40 = Gpu(0, "NVIDIA A40", 45 << 30, uuid="GPU-a")
@@ -123,6 +123,39 @@ def test_p2p(direct: Any, around: Any, off: bool, p2p: bool, word: str) -> None:
     assert bool(note) == bool(word)
 
 
+def test_p2p_that_hangs_is_cut_off_and_switched_off_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = program(
+        "say('links', begun=True)\n"
+        "if 'NCCL_P2P_DISABLE' not in os.environ: time.sleep(60)\n"
+        "say('all-reduce', value=20.0); say('GPU to GPU', value=21.0)"
+    )
+    monkeypatch.setattr(probe, "Child", lambda command, environment: Child(hangs, environment))
+    monkeypatch.setattr(probe, "LINKS_SECONDS", 1.5)
+    begun = time.monotonic()
+    found, p2p, notes = probe.probe_links(GPU_POD.gpus, {}, lambda line: None, Stop())
+    assert time.monotonic() - begun < 20
+    assert not p2p
+    assert "(it hung and was cut off after 2 s): it is switched off for the job" in notes[0]
+    assert [(each.name, each.value) for each in found] == [
+        ("all-reduce", None),
+        ("GPU to GPU", None),
+        ("all-reduce, no P2P", 20.0),
+        ("GPU to GPU, no P2P", 21.0),
+    ]
+    assert [each.normal for each in found] == [22.0] * 4
+
+    run = make_run(Path("/nowhere"), device="cuda", gpus=(0, 1), processes=2, p2p=p2p)
+    assert child_environment(run, {})["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_P2P_DISABLE" not in child_environment(replace(run, plan=replace(run.plan, p2p=True)), {})
+
+
+def test_why_the_links_fail_is_told_by_the_process_that_failed() -> None:
+    fails = program("say('links', begun=True)\nsys.exit('NCCL error: unhandled system error')")
+    child = Child(fails, {})
+    found = probe._collect(child, ("all-reduce", "GPU to GPU"), Stop())
+    assert found["all-reduce"]["error"] == "it ended: NCCL error: unhandled system error"
+
+
 # ---------------------------------------------------------------- whole pods
 
 
@@ -134,7 +167,7 @@ def test_a_pod_without_gpu_is_measured_without_torch(monkeypatch: pytest.MonkeyP
         ("volume", "read"),
         ("1 CPUs", "sha256"),
     ]
-    assert "no GPU here" in found.notes[0]
+    assert "No GPU here" in found.notes[0]
 
 
 ANSWERS = {"device": {"name": "NVIDIA A40", "memory": 45 << 30, "capability": [8, 6], "uuid": "", "torch": "2.13.0",
