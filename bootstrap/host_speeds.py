@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import threading
 import time
 import urllib.request
@@ -13,6 +14,7 @@ HASHED = 32 << 20  # bytes for each CPU: 0.1 s of a core
 # A public file that FLUX users fetch anyway, so that it is near everywhere; it needs no account.
 TRIED_FILE = "comfyanonymous/flux_text_encoders/resolve/main/t5xxl_fp16.safetensors"
 STREAMS = 4  # at once, as the real download does
+APART = 1 << 30  # bytes between the streams' places in the file
 BLOCK = 1 << 20
 DOWNLOAD_SECONDS = 4.0  # that bytes are counted for
 CONNECT_SECONDS = 5.0  # for an answer
@@ -34,25 +36,37 @@ def download_rate(environment: Mapping[str, str], seconds: float = DOWNLOAD_SECO
     Raises OSError with the reason where nothing comes.
     """
     address = f"{environment.get('HF_ENDPOINT') or 'https://huggingface.co'}/{TRIED_FILE}"
-    counted, lock, first = [0, 0.0], threading.Lock(), threading.Event()  # bytes, when the last of them came
-    begun = time.monotonic()
-    end = begun + CONNECT_SECONDS + seconds
+    counter = _Counter(seconds)
+    streams = [threading.Thread(target=counter.stream, args=(address, n), daemon=True) for n in range(STREAMS)]
+    for stream in streams:
+        stream.start()
+    limit = time.monotonic() + 2 * CONNECT_SECONDS + seconds  # a name server may hang for longer than any socket
+    for stream in streams:
+        stream.join(max(0.0, limit - time.monotonic()))
+    if not counter.bytes:
+        raise OSError(counter.errors[0] if counter.errors else "nothing came")
+    return counter.bytes / max(counter.last - counter.first, 1e-3)
 
-    def stream(number: int) -> None:
-        request = urllib.request.Request(address, headers={"Range": f"bytes={number * (1 << 30)}-"})
-        with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as answer:
-            nonlocal begun
-            if not first.is_set():
-                begun = time.monotonic()
-                first.set()
-            while time.monotonic() < min(end, begun + seconds) and (block := answer.read(BLOCK)):
-                with lock:
-                    counted[0] += len(block)
-                    counted[1] = time.monotonic()
 
-    with ThreadPoolExecutor(STREAMS) as pool:
-        tries = [pool.submit(stream, number) for number in range(STREAMS)]
-    errors = [error for each in tries if (error := each.exception()) is not None]
-    if not counted[0]:
-        raise OSError(str(errors[0]) if errors else "no bytes came")
-    return counted[0] / max(counted[1] - begun, 1e-3)
+class _Counter:
+    """Bytes of all streams, from the first answer on, for so many seconds."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.lock = threading.Lock()
+        self.bytes, self.first, self.last = 0, 0.0, 0.0
+        self.errors: list[str] = []
+
+    def stream(self, address: str, number: int) -> None:
+        headers = {"Range": f"bytes={number * APART}-", "User-Agent": "fluxpod"}
+        try:
+            request = urllib.request.Request(address, headers=headers)
+            with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as answer:
+                with self.lock:
+                    self.first = self.first or time.monotonic()
+                while time.monotonic() < self.first + self.seconds and (block := answer.read(BLOCK)):
+                    with self.lock:
+                        self.bytes += len(block)
+                        self.last = time.monotonic()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self.errors.append(str(error))

@@ -164,7 +164,7 @@ def _host(pod: Pod, environment: Mapping[str, str], say: Say, download: bool) ->
         return [*measures, Measure("download", "network", None, "MB/s", note="not measured: HF_HUB_OFFLINE is set")]
     try:
         rate = download_rate(environment) / 1e6
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return [*measures, Measure("download", "network", None, "MB/s", note=f"not measured: {error}")]
     minutes = 33e9 / rate / 1e6 / 60
     return [*measures, Measure("download", "network", rate, "MB/s", note=f"FLUX.1-dev in {minutes:.0f} min")]
@@ -220,7 +220,8 @@ def _probe_card(gpu: Gpu, environment: Mapping[str, str], say: Say, stop: Stop, 
 
 def _facts(gpu: Gpu, told: dict[str, Any]) -> tuple[CardFacts | None, str]:
     if "error" in told:
-        return None, f"GPU {gpu.index} ({gpu.name}) does not work with torch: {told['error']}"
+        held = f" (memory of it is held by {', '.join(gpu.processes)})" if gpu.processes else ""
+        return None, f"GPU {gpu.index} ({gpu.name}) does not work with torch: {told['error']}{held}"
     value = told["value"]
     facts = CardFacts(
         index=gpu.index,

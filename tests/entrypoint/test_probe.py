@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bootstrap.host_speeds import download_rate, hashing_rate
 from bootstrap.nvidia_smi import Gpu
 from bootstrap.outcome import PodError
 from bootstrap.pod import Pod
@@ -269,15 +268,3 @@ def test_torch_is_asked_where_nvidia_smi_lists_nothing(tmp_path: Path, monkeypat
     assert [(gpu.name, gpu.capability) for gpu in pod.gpus] == [("NVIDIA A40", (8, 6))]
     assert "torch sees 1 GPUs all the same" in pod.notes[-1]
     assert second_witness(GPU_POD, {}, tmp_path) == GPU_POD
-
-
-# ---------------------------------------------------------------- the host
-
-
-def test_hashing() -> None:
-    assert hashing_rate(1) > 1e6
-
-
-def test_a_download_that_is_refused_is_told(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="refused"):
-        download_rate({"HF_ENDPOINT": "http://127.0.0.1:1"}, seconds=0.1)

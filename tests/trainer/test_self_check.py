@@ -22,10 +22,15 @@ from trainer.self_check import Size, attention_by_definition, check, choose_atte
 SIZES = (Size(64, 64, 2, 64),)
 
 
+def other(model: FluxTransformer2DModel) -> None:
+    raise TypeError("too many arguments")
+
+
 def refusing(model: FluxTransformer2DModel) -> None:
     raise RuntimeError("No available kernel. Aborting execution.\nmore")
 
 
+OTHER = Attention("other", other, lambda device, masked: "")
 REFUSING = Attention("refusing", refusing, lambda device, masked: "")
 
 
@@ -59,12 +64,13 @@ def test_the_cpus_attentions_are_right(control: dist.ProcessGroup, name: str, ma
     assert verdict.why == ""
 
 
-@pytest.mark.parametrize("attention", [NAN, HALF, REFUSING], ids=lambda each: each.name)
+@pytest.mark.parametrize("attention", [NAN, HALF, REFUSING, OTHER], ids=lambda each: each.name)
 def test_a_wrong_attention_is_found(control: dist.ProcessGroup, attention: Attention) -> None:
     verdict = check(attention, make_job(), PLAN, FLUX_TINY, SIZES, make_world(control))
     assert not verdict.right
     assert verdict.error > 0.1
-    assert "No available kernel" in verdict.why if attention is REFUSING else "gradient" in verdict.why
+    word = {"refusing": "RuntimeError: No available kernel", "other": "TypeError: too many arguments"}
+    assert word.get(attention.name, "gradient") in verdict.why
 
 
 def items(*buckets: tuple[int, int]) -> tuple[Item, ...]:
