@@ -88,7 +88,8 @@ def read_gpus(
         )
     gpus, notes = parse_gpus(output)
     if code and (gpus or not notes):
-        notes = (*notes, f"nvidia-smi ended with code {code}: {_first_line(output)}")
+        told = "" if gpus else f": {_first_line(output)}"
+        notes = (*notes, f"nvidia-smi ended with code {code}{told}")
     if not gpus and not notes:
         notes = ("nvidia-smi lists no GPU",)
     seen, more = visible(gpus, environment.get("CUDA_VISIBLE_DEVICES"))

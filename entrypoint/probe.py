@@ -94,7 +94,7 @@ def examine(job: Job, pod: Pod, facts: VolumeFacts, volume: Volume, say: Say, st
     probe.write(volume.run(job.name).pod)
     ill = dict(probe.faults)
     if ill and len(ill) == len(pod.gpus):
-        raise PodError(f"No GPU of this pod can train: {'; '.join(dict.fromkeys(ill.values()))}.")
+        raise PodError(f"No GPU of this pod can train: {'; '.join((*ill.values(), *pod.notes))}.")
     if why := too_slow(probe, job.least_speed):
         raise PodError(why)
     notes = (*pod.notes, *(f"left out: {why}" for why in ill.values()))
