@@ -64,7 +64,7 @@ class Cache:
             # In two shards: the later one holds the same.
             self._places[key] = (path, start, self._layouts.setdefault(layout, layout))
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._places
 
     def missing(self, keys: Iterable[str]) -> list[str]:

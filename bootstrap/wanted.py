@@ -11,7 +11,7 @@ how they are used), so a changed picture, caption or setting has another key, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,6 +122,45 @@ def _dropout(job: Job, entry: DatasetEntry) -> float:
 
 
 # ---------------------------------------------------------------- what is wanted of the cache
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run needs of the cache, by key."""
+
+    texts: dict[str, Text]
+    crops: dict[str, CroppedItem]
+    masks: dict[str, CroppedItem]
+
+    @classmethod
+    def of(cls, job: Job, plan: Plan, items: Sequence[Item], weights: Weights) -> Wanted:
+        return cls(wanted_texts(job, plan, items, weights), wanted_crops(job, items, weights), wanted_masks(job, items))
+
+    def beyond(self, there: Container[str]) -> Wanted:
+        """What is not there yet."""
+        texts = {key: text for key, text in self.texts.items() if key not in there}
+        crops, masks = (
+            {key: crop for key, crop in crops.items() if key not in there} for crops in (self.crops, self.masks)
+        )
+        return Wanted(texts, crops, masks)
+
+    def __len__(self) -> int:
+        return len(self.texts) + len(self.crops) + len(self.masks)
+
+    def __str__(self) -> str:
+        parts = {"pictures": len(self.crops), "captions": len(self.texts), "masks": len(self.masks)}
+        return ", ".join(f"{count} {name}" for name, count in parts.items() if count) or "nothing"
+
+    def bytes(self, weights: Weights) -> int:
+        """The room it takes in the cache."""
+        shape = weights.shape
+        text = weights.text_tokens * (2 * shape.text_size + 1) + 2 * shape.pooled_size  # bf16, and the mask
+        places = [sum(_places(crop.item) for crop in crops.values()) for crops in (self.crops, self.masks)]
+        return len(self.texts) * text + places[0] * 16 * 2 * 2 + places[1]  # mean and spread of 16 channels in float16
+
+
+def _places(item: Item) -> int:
+    return item.bucket[0] // 8 * (item.bucket[1] // 8)
 
 
 def wanted_crops(job: Job, items: Iterable[Item], weights: Weights) -> dict[str, CroppedItem]:

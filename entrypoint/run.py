@@ -41,8 +41,8 @@ from bootstrap.remote import fetch_datasets
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
 from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
-from bootstrap.volume_probe import VolumeFacts, probe_volume
-from bootstrap.wanted import wanted_crops, wanted_texts
+from bootstrap.volume_probe import VolumeFacts, probe_volume, room
+from bootstrap.wanted import Wanted
 from bootstrap.weights import fetch_weights
 from entrypoint.check import render_plan
 from entrypoint.data_table import render_data
@@ -358,13 +358,13 @@ def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
         for note in cache.notes:
             running.say(f"cache: {note}")
         cache.tidy()
-        images = cache.missing(wanted_crops(run.job, items, run.weights))
-        texts = cache.missing(wanted_texts(run.job, run.plan, items, run.weights))
-    if not images and not texts:
+        missing = Wanted.of(run.job, run.plan, items, run.weights).beyond(cache)
+    if not missing:
         running.say("cache: everything is there")
         return
-    running.preparing(f"encoding {len(images)} pictures and {len(texts)} captions")
-    parts = min(run.plan.processes, max(len(images), len(texts)))
+    running.preparing(f"encoding {missing}")
+    require_room(missing, run, room(run.volume))
+    parts = min(run.plan.processes, len(missing))
     log = Tail(run.folder.log, from_end=True)
 
     def look() -> None:
@@ -379,6 +379,21 @@ def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
         raise Stopped
     if any(statuses):
         raise _encoding_failed(statuses, run)
+
+
+def require_room(missing: Wanted, run: RunFile, free: int) -> None:
+    """Raises PodError where the cache would fill the volume."""
+    need = missing.bytes(run.weights)
+    if need <= free:
+        return
+    ways = ["make room (`fluxpod clean` tells what may go)", "take a larger volume"]
+    if len(missing.texts) > len(missing.crops):
+        ways.append("write fewer {a|b} and lines into the captions, or fewer steps")
+    if len(run.job.resolutions) > 1:
+        ways.append("train at one resolution")
+    raise PodError(
+        f"caching {missing} takes {need / 1e9:.1f} GB; the volume has {free / 1e9:.1f} GB free: {', or '.join(ways)}"
+    )
 
 
 def _encoding_failed(statuses: list[int], run: RunFile) -> Exception:

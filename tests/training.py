@@ -31,7 +31,7 @@ from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states
 from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume
-from bootstrap.wanted import wanted_crops, wanted_texts
+from bootstrap.wanted import Wanted
 from bootstrap.weights import fetch_weights
 from entrypoint.drawn import draw_dataset
 from entrypoint.launch import free_port
@@ -138,7 +138,7 @@ def prepared(volume: Volume, resume: State | None = None, **keys: Any) -> RunFil
     assert not run.folder.root.exists(), f"there is a run called {job.name} already"
     run.write(dataset.items)
     cache = Cache(run.cache)
-    if cache.missing([*wanted_crops(job, dataset.items, weights), *wanted_texts(job, plan, dataset.items, weights)]):
+    if Wanted.of(job, plan, dataset.items, weights).beyond(cache):
         log = run.folder.log
         assert finish([start(_encode, run.folder.run_file, log=log)], log) == [0], log.read_text()
     return run

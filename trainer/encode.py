@@ -35,7 +35,7 @@ from bootstrap.pictures import read_item
 from bootstrap.run_file import RunFile
 from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume, read_json
-from bootstrap.wanted import CroppedItem, Text, wanted_crops, wanted_masks, wanted_texts
+from bootstrap.wanted import CroppedItem, Text, Wanted
 from bootstrap.weights import Weights
 from jobs.problem import JobError, Problem
 
@@ -263,10 +263,10 @@ def encode_part(run: RunFile, part: int, parts: int) -> None:
     """
     items = run.read_items()
     cache = Cache(run.cache)
-    wanted = list(wanted_texts(run.job, run.plan, items, run.weights).items())
-    texts = _missing(wanted[part::parts], cache)
-    pictures = _missing_by_picture(wanted_crops(run.job, items, run.weights), part, parts, cache)
-    masks = _missing_by_picture(wanted_masks(run.job, items), part, parts, cache)
+    wanted = Wanted.of(run.job, run.plan, items, run.weights)
+    texts = _missing(list(wanted.texts.items())[part::parts], cache)
+    pictures = _missing_by_picture(wanted.crops, part, parts, cache)
+    masks = _missing_by_picture(wanted.masks, part, parts, cache)
     if run.plan.device == "cuda":
         device = torch.device("cuda", part % torch.cuda.device_count())
     else:

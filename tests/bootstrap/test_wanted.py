@@ -11,10 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootstrap.bases import FLUX_TINY
 from bootstrap.dataset import Dataset, Item
 from bootstrap.order import StepOrder
 from bootstrap.plan import Plan, run_length
-from bootstrap.wanted import Crop, crop_at, crops_of, latent_key, text_at, text_key, wanted_crops, wanted_texts
+from bootstrap.wanted import (
+    Crop,
+    Wanted,
+    crop_at,
+    crops_of,
+    latent_key,
+    mask_key,
+    text_at,
+    text_key,
+    wanted_crops,
+    wanted_texts,
+)
 from bootstrap.weights import Weights
 from jobs.schema import DatasetEntry, Job
 from tests.runs import PLAN, make_job, make_weights
@@ -197,3 +209,32 @@ def test_a_text_hangs_on_seed_step_and_place_alone() -> None:
     assert texts == [text_at(job, other, step, place) for step in range(6) for place in range(4)]
     assert len(set(texts)) > 8
     assert texts != [text_at(job.model_copy(update={"seed": 7}), one, s, p) for s in range(6) for p in range(4)]
+
+
+def test_what_is_missing_and_the_room_it_takes() -> None:
+    w = weights()
+    job = make_job(datasets=[{"path": "d", "flip": True}])
+    masked = item("m", "2", "y", mask="alpha")
+    wanted = Wanted.of(job, PLAN, (item("a", "1", "x"), masked), w)
+    assert str(wanted) == "4 pictures, 2 captions, 2 masks"
+    there = {*list(wanted.texts)[:1], *wanted.crops}
+    missing = wanted.beyond(there)
+    assert str(missing) == "1 captions, 2 masks"
+    assert list(missing.masks) == [mask_key(masked, crop) for crop in crops_of(masked, job.datasets[0])]
+    assert missing.bytes(w) == 64 * (2 * FLUX_TINY.text_size + 1) + 2 * FLUX_TINY.pooled_size + 2 * 16 * 16
+    assert wanted.bytes(w) > 4 * 16 * 16 * 16 * 4
+    assert not wanted.beyond({*wanted.texts, *wanted.crops, *wanted.masks})
+
+
+def test_the_key_of_a_mask_hangs_on_the_mask_not_on_the_picture() -> None:
+    of_file = item(mask="masks/a.png", mask_digest="m")
+    assert mask_key(of_file, CENTRE) == mask_key(replace(of_file, digest="e", caption="x"), CENTRE)
+    others = [
+        of_file,
+        replace(of_file, mask_digest="n"),
+        replace(of_file, bucket=(64, 64)),
+        replace(of_file, width=256),
+        replace(of_file, mask="alpha", mask_digest=""),
+    ]
+    keys = {mask_key(each, CENTRE) for each in others} | {mask_key(of_file, replace(CENTRE, mirrored=True))}
+    assert len(keys) == 6

@@ -18,7 +18,7 @@ from bootstrap.order import epoch_order
 from bootstrap.plan import run_length
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
-from bootstrap.wanted import crops_of, latent_key, text_key
+from bootstrap.wanted import crops_of, latent_key, mask_key, text_key
 from tests.runs import make_job, make_run
 from trainer.data import Batch, Latents, StepData, TrainingData
 from trainer.flow import image_ids, noise_level, pack
@@ -205,6 +205,32 @@ def test_a_dummy_is_one_image_of_a_neighbours_that_weighs_nothing(volume: Volume
         assert dummy.weights.tolist() == [0]
         assert dummy.noisy.shape == (1, smallest, 64)
         assert dummy.noisy.isfinite().all(), "zero times NaN is NaN"
+
+
+def test_images_weigh_what_their_dataset_says(volume: Volume) -> None:
+    datasets = [{"path": "datasets/test"}, {"path": "datasets/regular", "weight": 0.25}]
+    items = tuple(replace(item, dataset=i % 2) for i, item in enumerate(ITEMS))
+    data = TrainingData(make_run_of(volume, items, datasets=datasets), items, LATENTS, 0)
+    for step in range(2):
+        for batch in data.prepare(step).batches:
+            pictures = [picture_of(batch, i) for i in range(len(batch.weights))]
+            assert batch.weights.tolist() == [0.25 if picture % 2 else 1 for picture in pictures]
+
+
+def test_a_mask_is_that_of_the_crop_with_the_floor_of_its_dataset(volume: Volume) -> None:
+    item = replace(ITEMS[0], mask="alpha", digest="masked")
+    job = make_job(method="lora", datasets=[{"path": "datasets/test", "mask_floor": 0.5}])
+    (crop,) = crops_of(item, job.datasets[0])
+    half = torch.zeros(8, 8, dtype=torch.uint8)
+    half[:4] = 255
+    weights = make_run(volume.root).weights
+    with ShardWriter(volume.cache) as writer:
+        writer.add(mask_key(item, crop), {"mask": half})
+        mean = torch.zeros(16, 8, 8, dtype=torch.float16)
+        writer.add(latent_key(item, crop, weights), {"mean": mean, "spread": mean})
+    data = TrainingData(make_run(volume.root, job), (item,), LATENTS, 0)
+    assert data.example(0, 0, item)["mask"].tolist() == [[1.0] * 4] * 8 + [[0.5] * 4] * 8
+    assert (data.example(0, 0, ITEMS[1])["mask"] == 1).all()
 
 
 def test_a_repeated_image_in_one_step_has_noise_of_its_own(volume: Volume) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
@@ -11,15 +14,15 @@ from PIL import Image
 
 from bootstrap.bases import FLUX_TINY
 from bootstrap.cache import Cache, ShardWriter
-from bootstrap.dataset import scan
+from bootstrap.dataset import Item, scan
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
-from bootstrap.wanted import crops_of, latent_key, text_key, wanted_crops, wanted_texts
+from bootstrap.wanted import Crop, CroppedItem, Wanted, crops_of, latent_key, text_key
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from tests.runs import PLAN
 from trainer import encode
-from trainer.encode import TextEncoders, encode_part, encode_pixels, load_vae, main
+from trainer.encode import TextEncoders, encode_part, encode_pixels, load_vae, main, read_crops, read_masks
 
 CPU = torch.device("cpu")
 TEXTS = ["a red circle on a white background", "", "a blue star, 100% {wool|cotton}\nin two lines " * 20]
@@ -131,7 +134,8 @@ def prepared(tmp_path: Path, flux_tiny: Path) -> Callable[..., RunFile]:
 
 def all_keys(run: RunFile) -> list[str]:
     items = run.read_items()
-    return [*wanted_texts(run.job, run.plan, items, run.weights), *wanted_crops(run.job, items, run.weights)]
+    wanted = Wanted.of(run.job, run.plan, items, run.weights)
+    return [*wanted.texts, *wanted.crops]
 
 
 def test_the_command_encodes_what_is_missing_and_then_nothing(
@@ -262,3 +266,69 @@ def test_the_empty_caption_is_there_for_dropout(prepared: Callable[..., RunFile]
     encode_part(run, 0, 1)
     empty = Cache(run.cache).read(text_key("", run.weights, False))
     assert int(empty["mask"].sum()) <= 2
+
+
+# ---------------------------------------------------------------- crops, mirrored pictures, masks
+
+
+def test_crops_are_the_pictures_parts_mirrored_as_wanted(tmp_path: Path) -> None:
+    """A picture with a colour in each quarter, twice as wide as its bucket."""
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[:, :, 0] = np.arange(128)
+    picture = tmp_path / "a.png"
+    Image.fromarray(pixels).save(picture)
+    item = Item("a.png", hashlib.sha256(picture.read_bytes()).hexdigest(), "", 1, 128, 64, (64, 64))
+    left, right = Crop((0.0, 0.0, 64.0, 64.0), False), Crop((64.0, 0.0, 128.0, 64.0), True)
+    one, other = read_crops([CroppedItem(item, crop) for crop in (left, right)], Volume(tmp_path))
+    assert one[5, :, 0].tolist() == list(range(64))
+    assert other[5, :, 0].tolist() == list(range(127, 63, -1))
+    assert one.is_contiguous()
+    assert other.is_contiguous()
+
+
+def test_masks_are_the_mean_of_the_pixels_of_each_place(tmp_path: Path) -> None:
+    alpha = np.zeros((64, 64), np.uint8)
+    alpha[:, :20] = 255  # two places and a half
+    picture = np.dstack([np.full((64, 64, 3), 90, np.uint8), alpha])
+    Image.fromarray(picture, "RGBA").save(tmp_path / "a.png")
+    digest = hashlib.sha256((tmp_path / "a.png").read_bytes()).hexdigest()
+    item = Item("a.png", digest, "", 1, 64, 64, (64, 64), mask="alpha")
+    crops = [CroppedItem(item, Crop((0.0, 0.0, 64.0, 64.0), mirrored)) for mirrored in (False, True)]
+    one, other = read_masks(crops, Volume(tmp_path))
+    assert one.dtype == torch.uint8
+    assert one.tolist() == [[255, 255, 128, 0, 0, 0, 0, 0]] * 8
+    assert torch.equal(other, one.flip(1))
+
+
+def test_every_crop_and_mask_is_cached_and_decoded_once(
+    prepared: Callable[..., RunFile], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = prepared(datasets=[{"path": "datasets/d", "flip": True, "random_crops": 2}], bucket_step=64)
+    run.write(tuple(replace(item, mask="alpha") for item in run.read_items()))
+    decoded: list[str] = []
+    real = encode.read_item
+    monkeypatch.setattr(encode, "read_item", lambda item, volume: (decoded.append(item.path), real(item, volume))[1])
+    encode_part(run, 0, 1)
+    # The squares fill their bucket, so that their two crops are one; 160 x 96 is cropped to 128 x 64.
+    told = capsys.readouterr().out
+    assert "encoded 8/8 images" in told
+    assert "encoded 8/8 masks" in told
+    assert len(decoded) == 2 * 3
+    wanted = Wanted.of(run.job, run.plan, run.read_items(), run.weights)
+    cache = Cache(run.cache)
+    assert not wanted.beyond(cache)
+    for key in wanted.masks:
+        assert cache.read(key)["mask"].unique().tolist() == [255]
+    one, mirrored = [key for key, crop in wanted.crops.items() if crop.item.bucket == (128, 128)][:2]
+    assert cache.read(one)["mean"].shape == cache.read(mirrored)["mean"].shape
+
+
+def test_captions_with_choices_are_encoded_once_each(
+    prepared: Callable[..., RunFile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "datasets" / "d" / "0.txt").write_text("a {red|blue} one\nanother")
+    run = prepared(datasets=[{"path": "datasets/d", "wildcards": True, "multiline": True}], steps=40)
+    encode_part(run, 0, 1)
+    assert "encoded 7/7 captions" in capsys.readouterr().out  # 3 and 2, the empty one, the prompt
+    encode_part(prepared(datasets=[{"path": "datasets/d", "multiline": True}], steps=40), 0, 1)
+    assert "encoded 1/1 captions" in capsys.readouterr().out  # the line with its braces

@@ -86,6 +86,18 @@ def test_steps_and_learning_rates_are_the_same_on_any_number_of_processes(worlds
     assert worlds[2].values("lr") == worlds[3].values("lr") == worlds[1].values("lr")
 
 
+def test_choices_crops_and_weights_are_the_same_on_any_number_of_processes(volume: Volume) -> None:
+    shutil.copytree(volume.datasets / "drawn", volume.datasets / "chosen")
+    for number, caption in enumerate(sorted((volume.datasets / "chosen").glob("*.txt"))):
+        caption.write_text(f"a {{red|blue|green}} thing, number {number}\nanother, {{one|two}}")
+    switches = ("wildcards", "multiline", "shuffle_tags", "flip")
+    dataset = {"path": "datasets/chosen", "random_crops": 2, "weight": 0.5} | dict.fromkeys(switches, True)
+    keys: dict[str, Any] = {"method": "lora", "steps": 4, "images_per_step": 3, "datasets": [dataset]}
+    one, two = (trained(volume, name=f"chosen-{n}", plan={"processes": n}, **keys) for n in (1, 2))
+    assert two.values("loss") == pytest.approx(one.values("loss"), rel=DRIFT)
+    assert len(set(one.values("loss"))) == 4
+
+
 def test_a_step_of_fewer_images_moves_the_weights_less(full: dict[int, Trained]) -> None:
     """14 items in buckets of 4, 4, 4 and 2; and two images for three processes leave one with a dummy."""
     assert full[3].run.plan.split == (2, 1, 1)
