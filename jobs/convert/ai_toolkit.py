@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.convert import entries, shared
-from jobs.convert.draft import Draft, Given, Table, missing, no_need
-from jobs.convert.entries import Outcome, as_count, as_text, needless, rows, sets, unsupported
+from jobs.convert.draft import MAPPED, NOT_NEEDED, OFF, Draft, Given, Table, missing, no_need
+from jobs.convert.entries import Outcome, as_number_of, as_path, as_switch, as_text, needless, rows, sets, unsupported
 from jobs.convert.values import Drawn, drawn_of, is_empty, is_off, name_of, path_here, resolution_of
 from jobs.problem import JobError, Problem
 
@@ -87,8 +87,8 @@ def _name(draft: Draft, names: Sequence[str]) -> None:
 
 
 def _base(draft: Draft, names: Sequence[str]) -> None:
-    parts = ("model.vae_path", "model.te_name_or_path", "model.extras_name_or_path")
-    shared.base(draft, "model.name_or_path", *parts)
+    others = ("model.te_name_or_path", "model.extras_name_or_path")
+    shared.base(draft, "model.name_or_path", {"vae": "model.vae_path"}, others)
 
 
 def _method(draft: Draft, names: Sequence[str]) -> None:
@@ -260,13 +260,6 @@ def _drawn(draft: Draft, item: Any) -> Drawn:
     return drawn_of(" ".join([str(item.get("prompt") or "").replace("[trigger]", trigger), *words]))
 
 
-def _dropout(draft: Draft, names: Sequence[str]) -> None:
-    share = draft.number("datasets.caption_dropout_rate", 0)
-    draft.write(
-        "caption_dropout", share, "datasets.caption_dropout_rate", remark="" if share else "the source drops none"
-    )
-
-
 TABLE: Table = (
     ("config.name", _name),
     ("model.name_or_path model.vae_path model.te_name_or_path model.extras_name_or_path", _base),
@@ -278,7 +271,6 @@ TABLE: Table = (
     ("train.optimizer train.max_grad_norm", _optimizer),
     ("train.timestep_type train.linear_timesteps train.linear_timesteps2", _noise),
     ("model.attn_masking", _mask),
-    ("datasets.caption_dropout_rate", _dropout),
     ("save.save_every save.max_step_saves_to_keep", _save),
     (
         "sample.samples sample.prompts sample.sample_every sample.width sample.height sample.sample_steps "
@@ -411,7 +403,6 @@ TABLE: Table = (
         "train.blank_prompt_preservation_multiplier train.inverted_mask_prior_multiplier",
         no_need("belongs to a preservation that is not here"),
     ),
-    ("train.reg_weight", missing("There are no regularisation sets", 1)),
     ("train.prompt_dropout_prob", missing("Write it as caption_dropout")),
     ("train.short_and_long_captions train.prompt_saturation_chance", missing("Captions are used as they stand")),
     (
@@ -437,18 +428,12 @@ def _sizes(value: Any) -> Outcome:
     return sets("resolution", found[0] if len(found) == 1 else found)
 
 
-def _extension(value: Any) -> Outcome:
-    if str(value).strip().lower().lstrip(".") in ("txt", "caption", ""):
-        return Outcome("not needed", "name.txt and name.caption are both found")
-    return Outcome("not supported", "Captions are read from name.txt or name.caption: rename the files")
-
-
 ROWS = rows(
-    ("num_repeats", as_count("repeats")),
+    ("num_repeats", as_number_of("repeats", whole=True, usual=1)),
     ("default_caption", as_text("caption")),
     ("trigger_word", as_text("trigger")),
     ("resolution", _sizes),
-    ("caption_ext caption_type", _extension),
+    ("caption_ext caption_type", entries.caption_ending),
     ("cache_latents cache_latents_to_disk cache_text_embeddings", needless(shared.CACHED)),
     ("num_workers prefetch_factor persistent_workers gpu_prefetch_batches fast_image_size", needless(shared.LAUNCHED)),
     (
@@ -456,21 +441,25 @@ ROWS = rows(
         "auto_frame_count debug",
         needless("pictures are always sorted into sizes of their own proportions"),
     ),
-    ("shuffle_tokens keep_tokens", unsupported("Captions are used as they stand: shuffle the tags in the files")),
+    ("shuffle_tokens", as_switch("shuffle_tags")),
+    ("keep_tokens", as_number_of("keep_tags", whole=True, usual=0, only_with="shuffle_tags")),
+    ("caption_dropout_rate", as_number_of("caption_dropout")),
     ("token_dropout_rate", unsupported("Tags are not dropped; caption_dropout drops whole captions")),
     (
         "random_triggers random_triggers_max use_short_captions replacements",
         unsupported("Captions are used as they stand", 1),
     ),
-    ("flip_x flip_y", unsupported("Pictures are not flipped: put flipped copies into the folder")),
-    (
-        "random_crop random_scale square_crop poi",
-        unsupported("Pictures are cropped at their centre: crop copies by hand"),
-    ),
+    ("flip_x", as_switch("flip")),
+    ("flip_y", unsupported("Pictures are mirrored left to right only: put flipped copies into the folder")),
+    ("random_crop", as_switch("random_crops", 4, "at 4 places, since each is cached")),
+    ("random_scale square_crop poi", unsupported("crop says which part of a picture is kept")),
     ("augments augmentations shuffle_augmentations standardize_images", unsupported("Pictures are used as they are")),
-    ("mask_path alpha_mask invert_mask", unsupported("The whole picture is learned: there are no masks")),
-    ("mask_min_value", needless("belongs to a mask")),
-    ("network_weight loss_multiplier", unsupported("Every picture counts the same; repeats make some count more", 1)),
+    ("mask_path", as_path("mask", "datasets")),
+    ("alpha_mask", as_switch("mask", "alpha")),
+    ("mask_min_value", as_number_of("mask_floor", usual=0, only_with="mask")),
+    ("invert_mask", unsupported("White is what is learned: invert the masks", only_with="mask")),
+    ("loss_multiplier", as_number_of("weight", usual=1)),
+    ("network_weight", unsupported("The adapter works alike on all datasets", 1)),
     (
         "control_path control_path_1 control_path_2 control_path_3 controls inpaint_path unconditional_path "
         "clip_image_path",
@@ -480,34 +469,37 @@ ROWS = rows(
         "full_size_control_images control_transparent_color replay_transforms guidance_type extra_values",
         needless("belongs to control pictures"),
     ),
-    ("is_reg prior_reg", unsupported("There are no regularisation sets")),
+    ("is_reg", lambda value: Outcome(NOT_NEEDED, OFF) if is_off(value) else Outcome(MAPPED, "a dataset of its own")),
+    ("prior_reg", unsupported("Regularisation images are a dataset with a weight here")),
 )
 
 
 def read_datasets(draft: Draft, datasets: Sequence[Any]) -> None:
     """The job's datasets. A trigger word of the process holds for each that has none of its own."""
     outer = {"trigger_word": draft.given["trigger_word"]} if "trigger_word" in draft.given else {}
-    dropouts = []
     for place, dataset in enumerate(datasets):
         if not isinstance(dataset, Mapping):
             continue
         level = {name: Given(f"datasets[{place}].{name}", value) for name, value in dataset.items()}
-        if "caption_dropout_rate" in level:
-            dropouts.append(level.pop("caption_dropout_rate"))
         folders = [level.pop(name) for name in ("folder_path", "dataset_path") if name in level]
         folder = next((str(each.value) for each in folders if not is_empty(each.value)), "")
-        if "is_reg" in level and not is_off(level["is_reg"].value):
-            for given in (*level.values(), *folders):
-                draft.tell(given, "not supported", "There are no regularisation sets; rarely needed with FLUX")
-            continue
+        regularising = "is_reg" in level and not is_off(level["is_reg"].value)
         path, remark = path_here(folder, "datasets")
-        entries.entry_of(draft, path, remark, [outer, level], ROWS, folders)
+        remark = remark or (entries.REGULARISING if regularising else "")
+        more = _regularising(draft) if regularising else {}
+        entries.entry_of(draft, (path, remark), [outer, level], ROWS, folders, more)
         draft.given |= {given.key: given for given in level.values() if given.key not in draft.fates}
-    entries.hoist(draft, "datasets.caption_dropout_rate", dropouts)
     entries.tell_unused(draft, [outer], ROWS)
+    draft.not_needed(["train.reg_weight"], "there are no regularisation images")
     if not draft.datasets:
-        draft.remarks["datasets[0].path"] = "the source names no folder: write yours"
-        draft.datasets.append({"path": "datasets/my-pictures"})
+        nowhere = ("datasets/my-pictures", "the source names no folder: write yours")
+        entries.entry_of(draft, nowhere, [outer], ROWS, ())
     for entry in draft.datasets:
         entry.setdefault("resolution", 512)  # the source's default
-    entries.join_resolutions(draft)
+    entries.join(draft)
+
+
+def _regularising(draft: Draft) -> dict[str, Any]:
+    weight = draft.number("train.reg_weight", 1)
+    draft.mapped(["train.reg_weight"], f"datasets[].weight: {weight:g}")
+    return {"weight": weight} if weight != 1 else {}

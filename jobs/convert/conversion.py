@@ -82,7 +82,7 @@ def _loaded(draft: Draft, head: str) -> LoadedJob:
 
 
 def _images(draft: Draft, count: Counter | None) -> int | None:
-    """Pictures times repeats of an epoch, at one resolution."""
+    """Items of an epoch: pictures times repeats, at each resolution."""
     if count is None:
         return None
     total = 0
@@ -91,7 +91,8 @@ def _images(draft: Draft, count: Counter | None) -> int | None:
         found = count([*origin, entry["path"]])
         if found is None:
             return None
-        total += found * int(entry.get("repeats", 1))
+        sizes = entry.get("resolution", draft.job.get("resolution"))
+        total += found * int(entry.get("repeats", 1)) * (len(sizes) if isinstance(sizes, list) else 1)
     return total or None
 
 

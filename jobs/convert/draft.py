@@ -47,7 +47,7 @@ class Draft:
 
     given: dict[str, Given]
     gpus: int | None = None  # what the user says that the source was run on
-    images: int | None = None  # pictures times repeats of an epoch, where they can be counted
+    images: int | None = None  # items of an epoch, where the pictures can be counted
     samples: Sequence[Drawn] = ()  # the prompts to draw, where they stand in a file of their own
     job: dict[str, Any] = field(default_factory=dict)  # flat: "lora.rank" -> 16
     datasets: list[dict[str, Any]] = field(default_factory=list)

@@ -7,13 +7,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jobs.convert import entries
-from jobs.convert.draft import NOT_NEEDED, NOT_SUPPORTED, Draft, Given, missing
-from jobs.convert.entries import Level, Outcome, as_count, as_text, needless, rows, sets, unsupported
+from jobs.convert.draft import MAPPED, NOT_NEEDED, NOT_SUPPORTED, OFF, Draft, Given, missing
+from jobs.convert.entries import (
+    Level,
+    Outcome,
+    Row,
+    as_number_of,
+    as_path,
+    as_switch,
+    as_text,
+    needless,
+    rows,
+    sets,
+    unsupported,
+)
 from jobs.convert.values import is_empty, is_off, path_here, resolution_of
+from jobs.reference import spelled
 
 PLACEHOLDER = "datasets/my-pictures"
-NO_REGULARISATION = "There are no regularisation sets; rarely needed with FLUX"
-NO_MASKS = "The whole picture is learned: there are no masks"
 BESIDE = "Captions are read from name.txt or name.caption beside the pictures"
 
 
@@ -24,35 +35,42 @@ def _size(value: Any) -> Outcome:
     return sets("resolution", size)
 
 
-def _extension(value: Any) -> Outcome:
-    if str(value).strip().lower().lstrip(".") in ("txt", "caption", ""):
-        return Outcome(NOT_NEEDED, "name.txt and name.caption are both found")
-    return Outcome(NOT_SUPPORTED, "Captions are read from name.txt or name.caption: rename the files")
+def _both(*keys: str) -> Row:
+    return lambda value: (
+        Outcome(NOT_NEEDED, OFF)
+        if is_off(value)
+        else Outcome(MAPPED, ", ".join(f"datasets[].{key}: true" for key in keys), dict.fromkeys(keys, True))
+    )
 
 
 ROWS = rows(
-    ("num_repeats dataset_repeats", as_count("repeats")),
+    ("num_repeats dataset_repeats", as_number_of("repeats", whole=True, usual=1)),
     ("class_tokens", as_text("caption")),
     ("resolution", _size),
-    ("caption_extension caption_extention", _extension),
-    ("shuffle_caption", unsupported("Captions are used as they stand: shuffle the tags in the files")),
-    ("keep_tokens keep_tokens_separator secondary_separator", unsupported("belongs to shuffle_caption")),
-    ("caption_separator", unsupported("belongs to shuffle_caption", ",")),
+    ("caption_extension caption_extention", entries.caption_ending),
+    ("caption_prefix", as_text("prefix")),
+    ("caption_suffix", as_text("suffix")),
+    ("enable_wildcard", _both("wildcards", "multiline")),
+    ("caption_dropout_rate", as_number_of("caption_dropout")),
+    ("shuffle_caption", as_switch("shuffle_tags")),
+    ("keep_tokens", as_number_of("keep_tags", whole=True, usual=0, only_with="shuffle_tags")),
     (
-        "enable_wildcard",
-        unsupported("Wildcards and captions of several lines are not expanded: write one caption a file"),
+        "keep_tokens_separator secondary_separator",
+        unsupported("Tags stand between commas, and keep_tags says how many stay in front", only_with="shuffle_tags"),
     ),
-    ("caption_prefix caption_suffix", unsupported("Write it into the caption files, or use trigger")),
+    ("caption_separator", unsupported("Tags stand between commas", ",", only_with="shuffle_tags")),
     ("caption_tag_dropout_rate", unsupported("Tags are not dropped; caption_dropout drops whole captions")),
     ("token_warmup_min", unsupported("Captions are used whole from the start", 1)),
     ("token_warmup_step", unsupported("Captions are used whole from the start")),
+    ("flip_aug", as_switch("flip")),
+    ("random_crop", as_switch("random_crops", 4, "at 4 places, since each is cached")),
     ("color_aug", unsupported("Colours are not changed: it would teach wrong ones")),
-    ("flip_aug", unsupported("Pictures are not flipped: put flipped copies into the folder")),
-    ("random_crop face_crop_aug_range", unsupported("Pictures are cropped at their centre: crop copies by hand")),
-    ("alpha_mask masked_loss", unsupported(NO_MASKS)),
+    ("face_crop_aug_range", unsupported("Faces are not looked for; crop says which part of a picture is kept")),
+    ("alpha_mask", as_switch("mask", "alpha")),
+    ("conditioning_data_dir", as_path("mask", "datasets")),
     ("skip_image_resolution", unsupported("Small pictures are not left out: take them out of the folder")),
     ("resize_interpolation interpolation_type", needless("pictures are always resized with an antialiased filter")),
-    ("custom_attributes network_multiplier", unsupported("Every picture counts the same", 1)),
+    ("custom_attributes network_multiplier", unsupported("Only the weight of a dataset can be set", 1)),
 )
 # What datasets may differ in there, and is one for the whole job here; by the names that the arguments have.
 _HOISTED = {
@@ -60,34 +78,47 @@ _HOISTED = {
     "caption_dropout_rate": "caption_dropout_rate",
     **{name: name for name in ("enable_bucket", "bucket_no_upscale", "bucket_reso_steps")},
     **{name: name for name in ("min_bucket_reso", "max_bucket_reso", "caption_dropout_every_n_epochs")},
-    **{name: name for name in ("prior_loss_weight", "validation_split", "validation_seed", "cache_info")},
+    **{name: name for name in ("validation_split", "validation_seed", "cache_info")},
 }
 
 
 def read_datasets(draft: Draft, datasets: Mapping[str, Any] | None) -> None:
-    """The job's datasets: from the dataset file, or else from train_data_dir."""
+    """The job's datasets: from the dataset file, or else from train_data_dir and reg_data_dir."""
     if datasets is None:
         _from_arguments(draft)
     else:
         _from_file(draft, datasets)
     if not draft.datasets:
-        draft.remarks["datasets[0].path"] = "the source names no folder here: write yours"
-        draft.datasets.append({"path": PLACEHOLDER})
-    entries.join_resolutions(draft)
+        entries.entry_of(draft, (PLACEHOLDER, "the source names no folder here: write yours"), [], ROWS, ())
+    if any("mask" in entry for entry in draft.datasets):
+        draft.not_needed(["masked_loss"], "the masks of the datasets say it")
+    missing("Write the folder of the masks at datasets[].mask, or mask: alpha")(draft, ["masked_loss"])
+    draft.not_needed(["prior_loss_weight"], "there are no regularisation images")
+    entries.join(draft)
 
 
 def _from_arguments(draft: Draft) -> None:
     level = {name: given for name, given in draft.given.items() if name in ROWS}
-    path, remark, origin = PLACEHOLDER, "the source names no folder: write yours", []
+    place, origin = (PLACEHOLDER, "the source names no folder: write yours"), []
     if draft.on("train_data_dir"):
-        path, remark = path_here(draft.text("train_data_dir"), "datasets")
-        origin = [draft.given["train_data_dir"]]
+        place, origin = path_here(draft.text("train_data_dir"), "datasets"), [draft.given["train_data_dir"]]
     elif draft.on("dataset_config"):
-        remark = "the dataset file is not here: write yours"
+        place = (PLACEHOLDER, "the dataset file is not here: write yours")
         draft.not_supported(["dataset_config"], "That file is not here. Give it with --dataset, and convert again")
-    entries.entry_of(draft, path, remark, [level], ROWS, origin)
-    missing(NO_REGULARISATION)(draft, ["reg_data_dir"])
-    missing(NO_MASKS)(draft, ["conditioning_data_dir"])
+    entries.entry_of(draft, place, [level], ROWS, origin)
+    if draft.on("reg_data_dir"):
+        path, remark = path_here(draft.text("reg_data_dir"), "datasets")
+        given = [draft.given["reg_data_dir"]]
+        entries.entry_of(draft, (path, remark or entries.REGULARISING), [level], ROWS, given, _regularising(draft))
+
+
+def _regularising(draft: Draft) -> dict[str, Any]:
+    """What a dataset of regularisation images has besides: how much it counts."""
+    weight = draft.number("prior_loss_weight", 1)
+    draft.mapped(["prior_loss_weight"], f"datasets[].weight: {spelled(weight)}")
+    if entries.REGULARISATION not in draft.notes:
+        draft.notes.append(entries.REGULARISATION)
+    return {"weight": int(weight) if weight.is_integer() else weight} if weight != 1 else {}
 
 
 def _from_file(draft: Draft, document: Mapping[str, Any]) -> None:
@@ -97,9 +128,11 @@ def _from_file(draft: Draft, document: Mapping[str, Any]) -> None:
     chains = [[outer, general, own, subset] for own, subset in _subsets(document["datasets"])]
     for chain in chains:
         if _is_picture_set(draft, chain[-1]):
-            place = chain[-1]["image_dir"]
+            place, regularising = chain[-1]["image_dir"], _is_regularising(chain[-1])
             path, remark = path_here(str(place.value), "datasets")
-            entries.entry_of(draft, path, remark, chain, ROWS, [place])
+            remark = remark or (entries.REGULARISING if regularising else "")
+            more = _regularising(draft) if regularising else {}
+            entries.entry_of(draft, (path, remark), chain, ROWS, [place], more)
     for name, argument in _HOISTED.items():
         found = [entries.effective(chain[1:]).get(name) for chain in chains]
         values = [given for place, given in enumerate(found) if given is not None and given not in found[:place]]
@@ -111,7 +144,7 @@ def _from_file(draft: Draft, document: Mapping[str, Any]) -> None:
     draft.given |= {
         given.key: given for level in levels[1:] for given in level.values() if given.key not in draft.fates
     }
-    draft.not_needed(["train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir"], "the dataset file decides")
+    draft.not_needed(["train_data_dir", "reg_data_dir", "in_json"], "the dataset file decides")
     draft.mapped(["dataset_config"], "datasets")
 
 
@@ -130,21 +163,19 @@ def _level(keys: Any, place: str) -> dict[str, Given]:
     return {name: Given(f"{place}.{name}", value) for name, value in keys.items() if name != "subsets"}
 
 
+def _is_regularising(subset: Level) -> bool:
+    return "is_reg" in subset and not is_off(subset["is_reg"].value)
+
+
 def _is_picture_set(draft: Draft, subset: Level) -> bool:
     """Whether a subset can be a dataset of ours; tells its keys where not."""
-    if "is_reg" in subset and not is_off(subset["is_reg"].value):
-        why = NO_REGULARISATION
-    elif "image_dir" not in subset or is_empty(subset["image_dir"].value):
-        why = f"{BESIDE}: write the folder as a dataset"
-    else:
-        for name, kind, told in (
-            ("conditioning_data_dir", NOT_SUPPORTED, NO_MASKS),
-            ("metadata_file", NOT_SUPPORTED, BESIDE),
-            ("is_reg", NOT_NEEDED, "is off"),
-        ):
-            if name in subset:
-                draft.tell(subset[name], kind, told)
-        return True
-    for given in subset.values():
-        draft.tell(given, NOT_SUPPORTED, why)
-    return False
+    if "image_dir" not in subset or is_empty(subset["image_dir"].value):
+        for given in subset.values():
+            draft.tell(given, NOT_SUPPORTED, f"{BESIDE}: write the folder as a dataset")
+        return False
+    if "is_reg" in subset:
+        told = (MAPPED, "a dataset of its own") if _is_regularising(subset) else (NOT_NEEDED, "is off")
+        draft.tell(subset["is_reg"], *told)
+    if "metadata_file" in subset:
+        draft.tell(subset["metadata_file"], NOT_SUPPORTED, BESIDE)
+    return True

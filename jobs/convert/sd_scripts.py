@@ -107,7 +107,8 @@ def _name(draft: Draft, names: Sequence[str]) -> None:
 
 
 def _base(draft: Draft, names: Sequence[str]) -> None:
-    shared.base(draft, "pretrained_model_name_or_path", "ae", "vae", "clip_l", "t5xxl")
+    parts = {"vae": "ae", "text_encoders.clip": "clip_l", "text_encoders.t5": "t5xxl"}
+    shared.base(draft, "pretrained_model_name_or_path", parts, ["vae"])
 
 
 def is_lora(draft: Draft) -> bool:
@@ -454,11 +455,6 @@ def _seed(draft: Draft, names: Sequence[str]) -> None:
     draft.not_needed(["seed"], "is by chance there; here the default")
 
 
-def _dropout(draft: Draft, names: Sequence[str]) -> None:
-    share = draft.number("caption_dropout_rate", 0)
-    draft.write("caption_dropout", share, "caption_dropout_rate", remark="" if share else "the source drops none")
-
-
 SAVES = (
     "save_every_n_steps save_every_n_epochs save_last_n_steps save_last_n_steps_state save_last_n_epochs "
     "save_last_n_epochs_state save_n_epoch_ratio"
@@ -481,7 +477,6 @@ TABLE: Table = (
     ("guidance_scale", _guidance),
     ("apply_t5_attn_mask", _mask),
     ("t5xxl_max_token_length", _tokens),
-    ("caption_dropout_rate", _dropout),
     ("bucket_no_upscale", _upscale),
     ("bucket_reso_steps", _bucket_step),
     ("seed", _seed),
@@ -592,7 +587,6 @@ TABLE: Table = (
         "validation_seed validation_split validate_every_n_steps validate_every_n_epochs max_validation_steps",
         missing("There is no validation set; leave those pictures out of the folder"),
     ),
-    ("prior_loss_weight", missing("There are no regularisation sets", 1)),
     ("caption_dropout_every_n_epochs", missing("Write a share of the images as caption_dropout")),
     ("controlnet_model_name_or_path train_inpainting", missing("Only plain FLUX is trained")),
     (

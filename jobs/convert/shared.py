@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jobs.convert.draft import MAPPED, NOT_SUPPORTED, Draft, Given
-from jobs.convert.values import Chosen, Drawn, as_number, base_of, in_steps_of_16, lost_options, optimizer_of
+from jobs.convert.values import Chosen, Drawn, as_number, base_of, in_steps_of_16, lost_options, optimizer_of, path_here
 from jobs.reference import spelled
 from jobs.schema import is_single_file
 from jobs.values import BLOCKWISE_ARGS, BLOCKWISE_OPTIMIZERS
@@ -19,25 +19,31 @@ LOGGED = "log.txt, metrics.jsonl and tensorboard/ are always written"
 IN_RUNS = "everything goes to runs/<name>/ on the volume"
 NOT_COUNTED = "It is counted in steps here, and the pictures are not here to tell how many an epoch has."
 _NO_NEGATIVE = "FLUX draws without a negative prompt"
-DIFFUSERS_FOLDER = "a folder as diffusers saves it"
 # Where the modulation is trained too, but not the embedders: what both tools do with FLUX unless told otherwise.
 ALL_BLOCKS = ("transformer_blocks.*", "single_transformer_blocks.*")
 BLOCKS_REMARK = "what the source trains; the default here leaves the modulation out"
 
 
-def base(draft: Draft, model: str, *parts: str) -> None:
-    """The base that the key ``model`` names; ``parts`` are the keys of VAE and text encoders."""
+# What a base that is a single file lacks, with the names that these files usually have.
+_PARTS = {
+    "vae": "models/ae.safetensors",
+    "text_encoders.clip": "models/clip_l.safetensors",
+    "text_encoders.t5": "models/t5xxl_fp16.safetensors",
+}
+
+
+def base(draft: Draft, model: str, parts: Mapping[str, str], others: Sequence[str] = ()) -> None:
+    """The base that the key ``model`` names, and its parts where it is a single file: ``parts`` are their keys by
+    ours, ``others`` keys of parts that have none here."""
     name, remark = base_of(draft.text(model))
     draft.write("base", name, model, remark=remark)
-    if not is_single_file(name):
-        draft.not_needed(parts, "the base brings its own")
-        return
-    draft.write("vae", "models/flux/vae", remark=f"{DIFFUSERS_FOLDER}: vae of FLUX.1-dev")
-    for key, folder in (("clip", "text_encoder"), ("t5", "text_encoder_2")):
-        draft.write(f"text_encoders.{key}", f"models/flux/{folder}", remark=f"the same: {folder}, and its tokenizer")
-    draft.not_supported(
-        parts, f"Here it is {DIFFUSERS_FOLDER}: put it there and write its path at vae or text_encoders"
-    )
+    if is_single_file(name):
+        for ours, usual in _PARTS.items():
+            key = parts.get(ours, "")
+            path = path_here(draft.text(key), "models") if draft.on(key) else (usual, "write its path")
+            draft.write(ours, path[0], key, remark=path[1])
+        draft.not_supported(others, "Write the parts of the base at vae and text_encoders")
+    draft.not_needed([*parts.values(), *others], "the base brings its own")
 
 
 def images_per_step(draft: Draft, batch: int, accumulated: int, gpus: int, names: Sequence[str]) -> None:
@@ -121,9 +127,7 @@ def steps_in_epoch(draft: Draft) -> int | None:
     """Steps of an epoch, where the pictures can be counted."""
     if draft.images is None:
         return None
-    sizes = draft.job.get("resolution")
-    each = len(sizes) if isinstance(sizes, list) else 1
-    return max(1, math.ceil(draft.images * each / draft.job["images_per_step"]))
+    return max(1, math.ceil(draft.images / draft.job["images_per_step"]))
 
 
 def every(draft: Draft, key: str, steps: int, epochs: int, by_step: str, by_epoch: str) -> int | None:

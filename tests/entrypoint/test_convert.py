@@ -46,7 +46,10 @@ def test_pictures_are_counted_with_the_repeats_of_their_folders(tmp_path: Path) 
         for number in range(count):
             (tmp_path / name / f"{number}.JPG").touch()
             (tmp_path / name / f"{number}.txt").touch()
-    source = json.loads((FILES / "gui-full.json").read_text(encoding="utf-8")) | {"train_data_dir": "img"}
+    source = json.loads((FILES / "gui-full.json").read_text(encoding="utf-8")) | {
+        "train_data_dir": "img",
+        "reg_data_dir": "",
+    }
     (tmp_path / "a.json").write_text(json.dumps(source), encoding="utf-8")
     assert convert(tmp_path / "a.json", "--output", tmp_path / "a.yaml", "--volume", tmp_path / "volume") == 0
     assert load_job(tmp_path / "a.yaml").job.save.every == 25 * 5  # 17 pictures, 4 a step

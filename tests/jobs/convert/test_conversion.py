@@ -116,7 +116,8 @@ def test_a_lora_of_the_gui() -> None:
     assert (job.name, job.base, job.method) == ("Blue-Ceramics-v2", "black-forest-labs/FLUX.1-dev", "lora")
     assert job.lora is not None
     assert (job.lora.rank, job.lora.alpha) == (32, 16)
-    assert [entry.path for entry in job.datasets] == ["datasets/img"]
+    (entry,) = job.datasets
+    assert (entry.path, entry.flip, entry.shuffle_tags, entry.keep_tags) == ("datasets/img", True, True, 1)
     assert (job.steps, job.epochs, job.images_per_step) == (1800, None, 2 * 2 * 2)
     assert (job.resolution, job.bucket_step, job.upscale) == (768, 64, False)
     assert job.learning_rate == 3e-4  # unet_lr wins
@@ -134,7 +135,6 @@ def test_a_full_model_of_the_gui() -> None:
     job = done.loaded.job
     assert job.method == "full"
     assert job.base == "/workspace/models/my-finetune-v3.safetensors"
-    assert job.vae is not None
     assert job.text_encoders is not None
     assert (job.steps, job.epochs, job.images_per_step) == (None, 200, 4)
     assert job.optimizer == "transformers.optimization.Adafactor"
@@ -144,7 +144,11 @@ def test_a_full_model_of_the_gui() -> None:
     assert (job.guidance, job.t5_mask, job.upscale) == (3.5, True, True)
     assert (job.timestep_sampling, job.discrete_flow_shift) == ("shift", 3)  # nearest to sigma
     assert fates(done)["model_prediction_type"] == NOT_SUPPORTED
-    assert fates(done)["reg_data_dir"] == NOT_SUPPORTED
+    assert [entry.path for entry in job.datasets] == ["/workspace/datasets/img", "/workspace/reg"]
+    assert (job.vae, job.text_encoders.clip) == (
+        "/workspace/models/ae.safetensors",
+        "/workspace/models/clip_l.safetensors",
+    )
     assert fates(done)["clip_l"] == NOT_NEEDED  # SD3's
 
 
@@ -210,10 +214,10 @@ def test_epochs_become_steps_where_the_pictures_are(tmp_path: Path) -> None:
         return 50
 
     done = convert(file, count=count)
-    assert seen == [["/workspace/datasets/img", "/workspace/datasets/img"]]
-    assert done.loaded.job.save.every == 25 * 13  # 50 pictures, 4 a step
+    assert seen == [[path, path] for path in ("/workspace/datasets/img", "/workspace/reg")]
+    assert done.loaded.job.save.every == 25 * 25  # 50 pictures twice, 4 a step
     assert done.loaded.job.save.weights == 3
-    assert done.loaded.job.warmup == 260  # a tenth of 200 epochs of 13 steps
+    assert done.loaded.job.warmup == 500  # a tenth of 200 epochs of 25 steps
     without = convert(file)
     assert without.loaded.job.save.every == 500
     assert fates(without)["save_every_n_epochs"] == NOT_SUPPORTED
@@ -279,11 +283,16 @@ def test_a_lora_of_sd_scripts_with_its_datasets() -> None:
     done = convert(FILES / "scripts-lora.toml")
     job = done.loaded.job
     assert job.base == "black-forest-labs/FLUX.1-schnell"
-    assert [(entry.path, entry.repeats, entry.caption) for entry in job.datasets] == [
-        ("/data/otter", 3, "an otter"),
-        ("datasets/water", 1, None),
+    assert [(entry.path, entry.repeats, entry.caption, entry.resolution) for entry in job.datasets] == [
+        ("/data/otter", 3, "an otter", (512, 1024)),  # the same folder at two resolutions
+        ("datasets/water", 1, None, (512, 1024)),
+        ("/data/animals", 1, None, 1024),
     ]
-    assert job.resolution == (512, 1024)  # the same folders at two resolutions
+    assert [(entry.prefix, entry.weight, entry.wildcards, entry.multiline) for entry in job.datasets] == [
+        (None, 1, False, False),
+        ("photo of", 1, True, True),
+        (None, 0.5, False, False),
+    ]
     assert job.images_per_step == 16  # 4 in the first dataset x 4 accumulated
     assert (job.epochs, job.steps) == (40, None)
     assert (job.optimizer, job.learning_rate, job.weight_decay) == ("Prodigy", 1, 0.01)
@@ -296,7 +305,9 @@ def test_a_lora_of_sd_scripts_with_its_datasets() -> None:
     assert kinds["general.caption_extension"] == NOT_NEEDED
     assert kinds["training.resolution"] == NOT_NEEDED  # every dataset has its own
     assert kinds["datasets[1].batch_size"] == NOT_SUPPORTED
-    assert kinds["datasets[1].subsets[1].image_dir"] == NOT_SUPPORTED  # regularisation
+    assert kinds["datasets[1].subsets[1].is_reg"] == MAPPED
+    assert kinds["general.keep_tokens_separator"] == NOT_NEEDED  # nothing is shuffled
+    assert any("regularisation" in line for line in done.text.splitlines() if "animals" in line)
     assert kinds["logging.wandb_api_key"] == NOT_NEEDED
 
 
@@ -345,7 +356,7 @@ def test_a_lora_of_ai_toolkit() -> None:
         ("/workspace/ai-toolkit/datasets/person", "p3r5on", 1, (512, 768, 1024)),
         ("datasets/clothes", "p3r5on", 2, 1024),
     ]
-    assert job.datasets[1].caption == "a dress"
+    assert (job.datasets[1].caption, job.datasets[1].flip) == ("a dress", True)
     # gradient_accumulation_steps counts every part as a step there
     assert (job.images_per_step, job.steps, job.save.every, job.sample.every, job.warmup) == (2, 2000, 125, 125, 50)
     assert (job.timestep_sampling, job.caption_dropout, job.weight_decay) == ("uniform", 0.05, 1e-4)
