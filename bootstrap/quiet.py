@@ -43,7 +43,15 @@ def look_at(paths: Sequence[Path]) -> Look:
 def _files(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
-    return [Path(folder) / name for folder, _, names in sorted(os.walk(root)) for name in sorted(names)]
+    found = []
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):  # what a link leads to may be arriving, too
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [Path(folder) / name for name in names]
+    return sorted(found)
 
 
 class QuietWatch:

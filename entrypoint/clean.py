@@ -1,9 +1,9 @@
 """``fluxpod clean``: what may go from a volume, by size and age; removed only with ``--yes``.
 
-Three kinds, all of them made by fluxpod: models that no job names any more and can be fetched again; what is cached and
-can be computed again; and of runs that are done, weights of older steps and the optimizer of the last state. Pictures,
-jobs, logs, samples, outputs and whatever else lies on the volume are never touched, and nothing that a run in progress
-may need.
+Four kinds, all of them made by fluxpod: models and datasets that were fetched and that no job names any more; what is
+cached and can be computed again; and of runs that are done, weights of older steps and the optimizer of the last state.
+Pictures, jobs, logs, samples, outputs and whatever else lies on the volume are never touched, and nothing that a run in
+progress may need.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bootstrap.bases import EMBEDDED
-from bootstrap.manifest import MANIFEST, Manifest
+from bootstrap.manifest import MANIFEST, Manifest, repo_folder
 from bootstrap.outcome import DONE, Outcome
+from bootstrap.remote import find_fetched, is_remote, parse_hub
 from bootstrap.state import OPTIMIZER_FILE, State, list_states, thin
 from bootstrap.volume import RunFolder, Volume, read_json
 from jobs import yaml12
 from jobs.problem import JobError
 
-Kind = Literal["models", "caches", "states"]
-KINDS: tuple[Kind, ...] = ("models", "caches", "states")
+Kind = Literal["models", "datasets", "caches", "states"]
+KINDS: tuple[Kind, ...] = ("models", "datasets", "caches", "states")
 DAYS = 7.0  # what was used within a week is likely to be used again
 LEFT = 1.0  # days after which what an interrupted write left is nobody's: a save or a fetch takes minutes or hours
 DAY = 86400.0
@@ -79,12 +80,16 @@ def find(volume: Volume, days: float, kinds: Sequence[Kind], now: float) -> tupl
     found: list[Removable] = []
     kept = []
     if active:
-        kept.append(f"models and caches, which {', '.join(active)} may be using. Clean when nothing runs.")
-    if "models" in kinds and not active:
-        bases, unreadable = _wanted_bases(volume)
+        names = ", ".join(active)
+        kept.append(f"models, fetched datasets and caches, which {names} may be using. Clean when nothing runs.")
+    if not active and ("models" in kinds or "datasets" in kinds):
+        bases, datasets, unreadable = _wanted(volume)
         if unreadable:
-            kept.append(f"models, since {', '.join(unreadable)} cannot be read and may name any of them")
-        found += _models(volume, None if unreadable else bases, now)
+            kept.append(f"what was fetched, since {', '.join(unreadable)} cannot be read and may name any of it")
+        if "models" in kinds:
+            found += _models(volume, None if unreadable else bases, now)
+        if "datasets" in kinds:
+            found += _datasets(volume, None if unreadable else datasets, now)
     if "caches" in kinds and not active:
         found += _caches(volume, days, now)
     if "states" in kinds:
@@ -125,9 +130,10 @@ def _models(volume: Volume, bases: set[str] | None, now: float) -> Iterator[Remo
                 yield _tree("models", folder, what, now, first=folder / MANIFEST)
 
 
-def _wanted_bases(volume: Volume) -> tuple[set[str], list[str]]:
-    """What the jobs on the volume name as base, VAE or encoders, and the job files that cannot be read."""
+def _wanted(volume: Volume) -> tuple[set[str], set[str], list[str]]:
+    """What the jobs on the volume name as base, VAE or encoders, and as datasets; the job files that cannot be read."""
     wanted: set[str] = set()
+    datasets: set[str] = set()
     unreadable = []
     for path in _entries(volume.jobs):
         if path.suffix not in (".yaml", ".yml"):
@@ -139,7 +145,8 @@ def _wanted_bases(volume: Volume) -> tuple[set[str], list[str]]:
             continue
         if isinstance(value, dict):
             wanted.update(_texts([value.get("base"), value.get("vae"), value.get("text_encoders")]))
-    return wanted, unreadable
+            datasets.update(_texts(value.get("datasets")))
+    return wanted, datasets, unreadable
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -160,6 +167,28 @@ def _is_wanted(manifest: Manifest, bases: Iterable[str]) -> bool:
         if folder in base or manifest.commit in base:
             return True
     return False
+
+
+# ---- datasets
+
+
+def _datasets(volume: Volume, wanted: set[str] | None, now: float) -> Iterator[Removable]:
+    """``wanted``: every text below ``datasets`` in the jobs; None where that is not known."""
+    links = volume.fetched / "links"
+    for path in _entries(links):
+        if path.name.startswith(".") and _age(path, now) >= LEFT:
+            yield _file("datasets", path, "a fetch that was not finished", now)
+    if wanted is None:
+        return
+    remote = [path for path in wanted if is_remote(path)]
+    used = {find_fetched(path, volume) for path in remote}
+    for path in _entries(links):
+        if path.suffix == ".zip" and path not in used:
+            yield _file("datasets", path, "behind a link that no job names; can be fetched again", now)
+    repos = {repo_folder(volume.fetched, hub.repo) for path in remote if (hub := parse_hub(path))}
+    for folder in _entries(volume.fetched):
+        if folder.is_dir() and "--" in folder.name and folder not in repos:
+            yield _tree("datasets", folder, "of the hub, named by no job; can be fetched again", now)
 
 
 # ---- caches

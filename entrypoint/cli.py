@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clean = commands.add_parser("clean", help="list what may go from the volume: old models, caches, thinned states")
     clean.add_argument("--yes", action="store_true", help="remove it")
     clean.add_argument("--older-than", type=float, default=7.0, metavar="DAYS", help="only what is older (7)")
-    clean.add_argument("--only", action="append", choices=("models", "caches", "states"), help="may be repeated")
+    kinds = ("models", "datasets", "caches", "states")
+    clean.add_argument("--only", action="append", choices=kinds, help="may be repeated")
     _volume_option(clean)
 
     convert = commands.add_parser(

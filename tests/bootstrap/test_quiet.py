@@ -78,3 +78,19 @@ def test_a_look_is_good_for_a_while(tmp_path: Path) -> None:
     assert watch.waiting_for([tmp_path])  # whoever wants to begin looks anew
     clock.now = 60
     assert watch.differs([tmp_path], first, 30)
+
+
+def test_what_a_link_leads_to_is_watched_and_loops_end(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.png").write_bytes(b"1")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "d" / "loop").symlink_to(tmp_path / "d")
+    clock = Clock()
+    watch = QuietWatch(10, clock)
+    assert watch.waiting_for([tmp_path / "d"])
+    clock.now = 11
+    (tmp_path / "elsewhere" / "a.png").write_bytes(b"22")
+    assert watch.waiting_for([tmp_path / "d"])
+    clock.now = 22
+    assert watch.waiting_for([tmp_path / "d"]) == ""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -233,3 +234,29 @@ def test_an_embedded_base_goes_when_no_job_names_it(volume: Volume) -> None:
 def test_an_empty_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert clean(Volume(tmp_path), yes=True) == DONE
     assert "nothing to remove" in capsys.readouterr().out
+
+
+def test_fetched_datasets_that_no_job_names_may_go(tmp_path: Path) -> None:
+    volume = Volume(tmp_path)
+    volume.create()
+    links = volume.fetched / "links"
+    for link, sha256 in (("https://share.example/a.zip?k=1", "a" * 64), ("https://share.example/b.zip", "b" * 64)):
+        record = links / f"{hashlib.sha256(link.encode()).hexdigest()[:32]}.json"
+        write(record, 0, json.dumps({"from": link, "sha256": sha256, "size": 1000}))
+        write(links / f"{sha256}.zip", 1000)
+    write(links / ".x.arrived.1.part", 500)
+    for repo in ("me--set", "me--other"):
+        write(volume.fetched / repo / COMMIT / "a.png", 3000)
+    age(tmp_path, 30)
+    paths = '[{path: "https://share.example/a.zip?k=1"}, {path: "hf://datasets/me/set@v1/train"}]'
+    write(volume.jobs / "a.yaml", 0, f"name: a\nbase: flux-tiny\nmethod: lora\ndatasets: {paths}\n")
+    found, _ = find(volume, 7, ("datasets",), time.time())
+    assert [str(each.path.relative_to(volume.fetched)) for each in found] == [
+        "me--other",
+        f"links/{'b' * 64}.zip",
+        "links/.x.arrived.1.part",
+    ]
+    write(volume.jobs / "b.yaml", 0, "name: [")
+    found, kept = find(volume, 7, ("datasets",), time.time())
+    assert [each.path.name for each in found] == [".x.arrived.1.part"]
+    assert "b.yaml cannot be read" in kept[0]
