@@ -139,6 +139,27 @@ def shape_of_bfl(tensors: dict[str, tuple[int, ...]]) -> FluxShape:
     )
 
 
+def shape_of_diffusers(tensors: dict[str, tuple[int, ...]]) -> FluxShape:
+    """The dimensions of a transformer in diffusers' names, told from its tensors' shapes. Raises KeyError."""
+
+    def count(kind: str) -> int:
+        return len({name.split(".")[1] for name in tensors if name.startswith(f"{kind}.")})
+
+    width, text_size = tensors["context_embedder.weight"]
+    (head_size,) = tensors["transformer_blocks.0.attn.norm_q.weight"]
+    return FluxShape(
+        double_blocks=count("transformer_blocks"),
+        single_blocks=count("single_transformer_blocks"),
+        heads=width // head_size,
+        head_size=head_size,
+        text_size=text_size,
+        pooled_size=tensors["time_text_embed.text_embedder.linear_1.weight"][1],
+        channels=tensors["x_embedder.weight"][1],
+        guidance="time_text_embed.guidance_embedder.linear_1.weight" in tensors,
+        rope_axes=rope_axes(head_size),
+    )
+
+
 def rope_axes(head_size: int) -> tuple[int, int, int]:
     """How FLUX shares a head among the index and the two image axes: 1/8, 7/16, 7/16 (128 gives 16, 56, 56)."""
     return head_size // 8, head_size * 7 // 16, head_size * 7 // 16

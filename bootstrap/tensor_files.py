@@ -7,12 +7,17 @@ tensor's dtype, shape and offsets, then the bytes: https://github.com/huggingfac
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,9 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER = 100_000_000  # the format's own limit
 BLOCK = 64 * 1024 * 1024  # bytes of one read or write call
+READ = 32 * 1024 * 1024  # bytes read ahead at a time while a model is loaded
+BUFFERS = 3  # of that size: one is copied from, one is read into, one waits
+EIO_WAITS = (1.0, 5.0, 15.0)  # seconds before a read that failed is tried again: network volumes have such moments
 
 
 class TensorFileError(ValueError):
@@ -119,13 +127,92 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> None:
-    """Fills ``target`` from ``offset``. Raises OSError where the file ends before."""
-    done = 0
+    """Fills ``target`` from ``offset``. Raises OSError where the file ends before, or cannot be read after retries."""
+    done, waits = 0, iter(EIO_WAITS)
     while done < len(target):
-        count = os.preadv(descriptor, [target[done : done + BLOCK]], offset + done)
+        try:
+            count = os.preadv(descriptor, [target[done : done + BLOCK]], offset + done)
+        except OSError as error:
+            if error.errno != errno.EIO or (wait := next(waits, None)) is None:
+                raise
+            time.sleep(wait)
+            continue
         if count == 0:
             raise OSError(f"the file ends at byte {offset + done}, {len(target) - done} bytes too early")
         done += count
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of ``name``, from row ``first`` on, for the contiguous tensor ``target`` on any device, of any dtype."""
+
+    target: torch.Tensor
+    name: str
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Neighbouring bytes of a file that are read in one go."""
+
+    offset: int
+    size: int
+    parts: tuple[tuple[torch.Tensor, torch.dtype], ...]  # flat pieces of targets, in order, and the file's dtype
+
+
+def load_rows(path: Path, wanted: Iterable[Rows]) -> None:
+    """Fills every target from the file, in the order of its bytes: one thread reads ahead while this one copies.
+
+    Beside the targets it takes BUFFERS x READ bytes of host memory, and nothing is read that is not wanted.
+    """
+    blocks = _blocks(read_header(path).tensors, wanted)
+    on_gpu = any(target.is_cuda for block in blocks for target, _ in block.parts)
+    size = min(READ, max((block.size for block in blocks), default=0))
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(BUFFERS)]
+    reading: deque[tuple[_Block, torch.Tensor, Future[None]]] = deque()
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        for block, buffer in zip(blocks, cycle(buffers), strict=False):
+            target = memoryview(buffer.numpy().data)[: block.size]
+            reading.append((block, buffer, pool.submit(read_into, file.fileno(), target, block.offset)))
+            if len(reading) == BUFFERS:
+                _copy_next(reading)
+        while reading:
+            _copy_next(reading)
+
+
+def _blocks(entries: Mapping[str, TensorEntry], wanted: Iterable[Rows]) -> list[_Block]:
+    pieces = []
+    for rows in wanted:
+        entry, flat = entries[rows.name], rows.target.detach().view(-1)
+        offset = entry.offset + rows.first * entry.row_bytes
+        assert offset + flat.numel() * entry.dtype.itemsize <= entry.offset + entry.bytes, rows.name
+        at_once = READ // entry.dtype.itemsize
+        pieces += [
+            (offset + start * entry.dtype.itemsize, flat[start : start + at_once], entry.dtype)
+            for start in range(0, flat.numel(), at_once)
+        ]
+    blocks: list[_Block] = []
+    for offset, target, dtype in sorted(pieces, key=lambda piece: piece[0]):
+        last, size = blocks[-1] if blocks else None, target.numel() * dtype.itemsize
+        if last and last.offset + last.size == offset and last.size + size <= READ:
+            blocks[-1] = _Block(last.offset, last.size + size, (*last.parts, (target, dtype)))
+        else:
+            blocks.append(_Block(offset, size, ((target, dtype),)))
+    return blocks
+
+
+@torch.no_grad()
+def _copy_next(reading: deque[tuple[_Block, torch.Tensor, Future[None]]]) -> None:
+    block, buffer, read = reading.popleft()
+    read.result()
+    position = 0
+    for target, dtype in block.parts:
+        data = buffer[position : position + target.numel() * dtype.itemsize]
+        if position % dtype.itemsize:
+            data = data.clone()  # a view of numbers begins at a multiple of their size
+        target.copy_(data.view(dtype))
+        position += target.numel() * dtype.itemsize
 
 
 def write_from(descriptor: int, source: memoryview, offset: int) -> None:
@@ -169,11 +256,13 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
         reader.close()
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a file, read in the order in which they lie there."""
-    with open_tensors(path) as reader:
-        names = sorted(reader.header.tensors, key=lambda name: reader.header.tensors[name].offset)
-        return {name: reader.read(name) for name in names}
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Every tensor of a file, in memory of its own on ``device``, in the order in which they lie there."""
+    entries = read_header(path).tensors
+    names = sorted(entries, key=lambda name: entries[name].offset)
+    tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device=device) for name in names}
+    load_rows(path, [Rows(tensor, name) for name, tensor in tensors.items()])
+    return tensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -185,5 +274,29 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
             assert file.tell() == header.tensors[name].offset
             if tensor.numel():
                 file.write(bytes_of(tensor.detach().cpu().contiguous()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rename_tensors(
+    source: Path, target: Path, shapes: Mapping[str, tuple[int, ...]], new_names: Mapping[str, str]
+) -> None:
+    """Writes and flushes the tensors of ``source`` once more, under new names and in the given shapes of the same size.
+
+    ``shapes`` has the new names. The numbers are copied as they are.
+    """
+    header = read_header(source)
+    order = sorted(header.tensors, key=lambda name: header.tensors[name].offset)
+    named = {new_names.get(name, name): header.tensors[name] for name in order}
+    start, made = make_header({name: (entry.dtype, shapes[name]) for name, entry in named.items()}, {})
+    buffer = memoryview(bytearray(READ))
+    with source.open("rb", buffering=0) as old, target.open("wb") as file:
+        file.write(start)
+        for name, entry in named.items():
+            assert made.tensors[name].bytes == entry.bytes
+            for done in range(0, entry.bytes, READ):
+                piece = buffer[: min(READ, entry.bytes - done)]
+                read_into(old.fileno(), piece, entry.offset + done)
+                file.write(piece)
         file.flush()
         os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 """From a job's ``base`` to weights on the volume that were looked through: names, shapes, and parts that fit together.
 
-Three kinds of base end the same way, in ``Weights``: a diffusers folder (given, fetched from the hub, or flux-tiny made
-here), and a single file in BFL layout with its encoders beside it.
+Two kinds of base end the same way, in ``Weights``: a diffusers folder (given, fetched from the hub, or flux-tiny made
+here), and a single file in BFL's or diffusers' names, with VAE and encoders as files or folders.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Any, Literal
 from bootstrap.base_files import (
     check_parts,
     compare,
+    layout_of,
     model_folder,
     needed_file,
     read_entries,
     shape_of_config,
     shape_of_file,
     shards_of,
-    tokenizer_beside,
+    without_prefix,
 )
 from bootstrap.bases import EMBEDDED, HUB, Base, parse_base, scheduler_settings, wrong
 from bootstrap.download import fetch_repo
 from bootstrap.flux_shape import FluxShape
 from bootstrap.manifest import find_fetched
+from bootstrap.parts import Part
+from bootstrap.single_files import part_folder, tokenizer_for
 from bootstrap.transfers import Say
 from bootstrap.volume import Volume, read_json, write_json
 from jobs.problem import JobError, Problem
@@ -59,6 +62,7 @@ class Weights:
     text_tokens: int  # how many T5 tokens a caption takes
     revision: str  # the hub's commit, or a fingerprint of local files
     digest: str  # of VAE, encoders and tokenizers: what was computed with them is keyed by it
+    prefix: str = ""  # what stands before every name in the transformer's file
 
 
 def peek_shape(base: str, volume: Volume) -> FluxShape | None:
@@ -76,7 +80,7 @@ def peek_shape(base: str, volume: Volume) -> FluxShape | None:
         return HUB.get(found.repo)
     assert found.path is not None
     if found.kind == "file":
-        return shape_of_file(found.path, read_entries([found.path]))
+        return shape_of_file(found.path, without_prefix(read_entries([found.path]))[1])
     return shape_of_config(needed_file(found.path / "transformer" / "config.json", "base"))
 
 
@@ -88,7 +92,7 @@ def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Say) ->
     """
     base = parse_base(job.base, volume)
     if base.kind == "file":
-        return _of_single_file(base, job, volume, progress)
+        return _of_single_file(base, job, volume, token, progress)
     if job.vae or job.text_encoders:
         key = "vae" if job.vae else "text_encoders"
         raise wrong(key, f"has no effect: {job.base} brings its own", f"Delete {key}")
@@ -132,31 +136,59 @@ def _of_folder(folder: Path, commit: str, sums: Mapping[str, str], volume: Volum
     )  # fmt: skip
 
 
-def _of_single_file(base: Base, job: Job, volume: Volume, progress: Say) -> Weights:
+def _of_single_file(base: Base, job: Job, volume: Volume, token: str | None, progress: Say) -> Weights:
     assert base.path is not None
     path = base.path.absolute()
     missing = [key for key, value in (("vae", job.vae), ("text_encoders", job.text_encoders)) if not value]
     if missing or not job.vae or not job.text_encoders:
-        remedy = "Give vae: and text_encoders: {clip, t5} as folders, e.g. those of a downloaded FLUX.1-dev"
+        remedy = "Give vae: and text_encoders: {clip, t5}, as files or folders, e.g. those of a downloaded FLUX.1-dev"
         raise JobError([Problem(f"is needed: the single file {path.name} brings none", remedy, key=k) for k in missing])
-    entries = read_entries([path])
-    shape = shape_of_file(path, entries)
+    prefix, entries = without_prefix(read_entries([path]))
+    shape, layout = shape_of_file(path, entries), layout_of(entries)
     from bootstrap.layout import bfl_tensors
 
-    compare(path, entries, bfl_tensors(shape))
-    clip = model_folder(volume.resolve(job.text_encoders.clip), "text_encoder", "text_encoders.clip")
-    t5 = model_folder(volume.resolve(job.text_encoders.t5), "text_encoder_2", "text_encoders.t5")
-    vae = model_folder(volume.resolve(job.vae), "vae", "vae")
+    compare(path, entries, bfl_tensors(shape) if layout == "bfl" else shape.tensors())
+    progress(f"{path.name}: {describe(shape)}")
+    given = {
+        "vae": ("vae", "vae", job.vae),
+        "clip": ("text_encoder", "text_encoders.clip", job.text_encoders.clip),
+        "t5": ("text_encoder_2", "text_encoders.t5", job.text_encoders.t5),
+    }
+    folders = {
+        part: _part(part, volume.resolve(where), inside, key, volume, progress)  # type: ignore[arg-type]
+        for part, (inside, key, where) in given.items()
+    }
+
+    def tokenizer(part: Part, name: str) -> Path:
+        inside, key, where = given[part]
+        there = volume.resolve(where)
+        encoder = there if there.is_file() else model_folder(there, inside, key)
+        return tokenizer_for(encoder, part, name, key, volume, token, progress)
+
     parts = (
-        vae, clip, t5,
-        tokenizer_beside(clip, "tokenizer", "text_encoders.clip"),
-        tokenizer_beside(t5, "tokenizer_2", "text_encoders.t5"),
+        folders["vae"], folders["clip"], folders["t5"], tokenizer("clip", "tokenizer"), tokenizer("t5", "tokenizer_2"),
     )  # fmt: skip
     config, scheduler = _write_configs(shape, volume)
     return _assemble(
-        parts, shape, volume, progress,
-        transformer=(path,), layout="bfl", config=config, scheduler=scheduler, revision=_fingerprint([path]), sums={},
+        parts, shape, volume, progress, prefix=prefix,
+        transformer=(path,), layout=layout, config=config, scheduler=scheduler, revision=_fingerprint([path]), sums={},
     )  # fmt: skip
+
+
+def _part(part: Part, path: Path, inside: str, key: str, volume: Volume, progress: Say) -> Path:
+    """The folder of a VAE or an encoder that the job names as a file or as a folder."""
+    return part_folder(path, part, key, volume, progress) if path.is_file() else model_folder(path, inside, key)
+
+
+def describe(shape: FluxShape) -> str:
+    """Which FLUX.1 it is, told from its tensors. dev and Krea-dev have the same ones, with other numbers in them."""
+    kind = "with guidance, as dev and Krea-dev" if shape.guidance else "without guidance, as schnell"
+    whole = FluxShape()
+    pruned = shape.double_blocks < whole.double_blocks or shape.single_blocks < whole.single_blocks
+    blocks = f"{shape.double_blocks} + {shape.single_blocks} blocks" + (
+        " (fewer than FLUX.1-dev has)" if pruned else ""
+    )
+    return f"a FLUX.1 {kind}, {blocks}, {shape.parameters() / 1e9:.2f} billion parameters"
 
 
 def _assemble(

@@ -32,7 +32,7 @@ DAY = 86400.0
 ACTIVE = ("preparing", "training", "stopping")
 # Folders below cache/ that programs fill: what is known of pictures, compiled kernels, what libraries download. Not
 # huggingface/ as a whole, where a login may lie, and not tmp/, which running programs use.
-FOLDERS = ("pictures", "inductor", "triton", "cuda", "torch", "xdg", "huggingface/hub", "huggingface/xet")
+FOLDERS = ("parts", "pictures", "inductor", "triton", "cuda", "torch", "xdg", "huggingface/hub", "huggingface/xet")
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,12 @@ class TextEncoders(Section):
     """The two text encoders beside a single-file base."""
 
     clip: FilePath = key(
-        doc="A folder with the CLIP text encoder and, beside it, tokenizer/.", example="models/flux/text_encoder"
+        doc="The CLIP text encoder: a file such as clip_l.safetensors, or a folder with tokenizer/ beside it.",
+        example="models/clip_l.safetensors",
     )
     t5: FilePath = key(
-        doc="A folder with the T5 text encoder and, beside it, tokenizer_2/.", example="models/flux/text_encoder_2"
+        doc="The T5 text encoder: a file such as t5xxl_fp16.safetensors, or a folder with tokenizer_2/ beside it.",
+        example="models/t5xxl_fp16.safetensors",
     )
 
 
@@ -385,9 +387,9 @@ class Job(Section):
     )
     vae: FilePath | None = key(
         None,
-        doc="A folder with the VAE, as diffusers saves it, where base is a single file.",
+        doc="The VAE, where base is a single file: a file such as ae.safetensors, or a folder as diffusers saves it.",
         why="The other kinds of base bring their own.",
-        example="models/flux/vae",
+        example="models/ae.safetensors",
         left_out="the one of the base",
     )
     text_encoders: TextEncoders | None = key(

@@ -96,7 +96,7 @@ def _load(kind: Any, folder: Path, device: torch.device) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     index = read_json(folder / "model.safetensors.index.json")
     for file in sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]:
-        tensors.update({name: tensor.to(device) for name, tensor in read_tensors(folder / file).items()})
+        tensors |= read_tensors(folder / file, device)
     config = AutoConfig.from_pretrained(folder)
     model, loaded = kind.from_pretrained(
         None, config=config, state_dict=tensors, dtype=torch.bfloat16, output_loading_info=True

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import clip_rows, placements
 from bootstrap.plan import Plan
-from bootstrap.tensor_files import TensorReader, read_header
+from bootstrap.tensor_files import Rows, load_rows, read_header
 from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.data import Batch
@@ -102,23 +102,27 @@ class Source:
     file_first: int
 
 
-def sources(shape: FluxShape, files: Sequence[Path], layout: Layout) -> list[Source]:
-    """Where every row of every parameter lies."""
+def sources(shape: FluxShape, files: Sequence[Path], layout: Layout, prefix: str = "") -> list[Source]:
+    """Where every row of every parameter lies; ``prefix`` stands before every name in the file."""
     if layout == "bfl":
         (path,) = files
         return [
-            Source(name, part.first, part.count, path, part.file_name, part.file_first)
+            Source(name, part.first, part.count, path, prefix + part.file_name, part.file_first)
             for name, placement in placements(shape).items()
             for part in placement
         ]
     sizes = shape.tensors()
-    return [Source(name, 0, sizes[name][0], path, name, 0) for path in files for name in read_header(path).tensors]
+    return [
+        Source(plain, 0, sizes[plain][0], path, prefix + plain, 0)
+        for path in files
+        for plain in (name.removeprefix(prefix) for name in read_header(path).tensors)
+    ]
 
 
 def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) -> None:
     """Reads this process's rows of every parameter, file by file in the order of their bytes.
 
-    At most one tensor is in host memory beside the model.
+    Host memory holds some buffers beside the model, never a shard.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     assert {source.parameter for source in places} == set(parameters)  # memory that nothing fills holds anything
@@ -126,27 +130,19 @@ def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) 
     for source in places:
         by_file[source.path].append(source)
     for path, wanted in by_file.items():
-        reader = TensorReader(path)
-        try:
-            entries = reader.header.tensors
-            wanted.sort(key=lambda s: entries[s.file_name].offset + s.file_first * entries[s.file_name].row_bytes)
-            for source in wanted:
-                _fill_rows(parameters[source.parameter], source, reader, world)
-        finally:
-            reader.close()
+        held = (_held_rows(parameters[source.parameter], source, world) for source in wanted)
+        load_rows(path, [rows for rows in held if rows])
 
 
-@torch.no_grad()
-def _fill_rows(parameter: nn.Parameter, source: Source, reader: TensorReader, world: World) -> None:
+def _held_rows(parameter: nn.Parameter, source: Source, world: World) -> Rows | None:
+    """Which of the source's rows this process keeps, and where; None where it keeps none of them."""
     target = local(parameter)
     whole = target.shape == parameter.shape
     first, count = (0, parameter.shape[0]) if whole else held_rows(parameter.shape[0], world.rank, world.size)
     start, stop = max(first, source.first), min(first + count, source.first + source.count)
-    if start < stop:
-        offset = source.file_first - source.first
-        target[start - first : stop - first] = reader.read(source.file_name, start + offset, stop + offset).to(
-            target.device
-        )
+    if start >= stop:
+        return None
+    return Rows(target[start - first : stop - first], source.file_name, start + source.file_first - source.first)
 
 
 def rows_in_bfl(name: str, first: int, count: int, shape: FluxShape) -> list[tuple[str, int, slice]]:

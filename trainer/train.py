@@ -90,7 +90,7 @@ class Training:
         if state and job.method == "full":
             places = sources(weights.shape, [state.model], "bfl")
         else:
-            places = sources(weights.shape, weights.transformer, weights.layout)
+            places = sources(weights.shape, weights.transformer, weights.layout, weights.prefix)
         attention = choose_attention(run, world, run.read_items())  # before the model takes the memory
         model = build_model(job, plan, weights.shape, world, lambda model: fill(model, places, world))
         attention.switch_on(model)

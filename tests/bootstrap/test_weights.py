@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from bootstrap.bases import FLUX_TINY, FLUX_TINY_SCHNELL
 from bootstrap.flux_shape import FluxShape
 from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.outcome import AccessError
+from bootstrap.parts import vae_in_bfl
+from bootstrap.single_files import tokenizer_for
 from bootstrap.tensor_files import read_tensors, write_tensors
 from bootstrap.volume import Volume
 from bootstrap.weights import Weights, fetch_weights, peek_shape
@@ -216,7 +219,7 @@ def test_a_cut_shard(volume: Volume, flux_tiny: Path) -> None:
         ("transformer/config.json", "transformer/config.json is not there"),
         (SHARD, "lacks diffusion_pytorch_model-00003-of-00003.safetensors"),
         ("vae/config.json", "vae/config.json is not there"),
-        ("text_encoder/model.safetensors", "has no .safetensors file"),
+        ("text_encoder/model.safetensors", "text_encoder/model.safetensors is not there"),
         ("tokenizer_2/tokenizer_config.json", "tokenizer_2/tokenizer_config.json is not there"),
         ("scheduler/scheduler_config.json", "scheduler/scheduler_config.json is not there"),
     ],
@@ -248,12 +251,12 @@ def test_another_kind_of_model(volume: Volume) -> None:
     ("name", "told"),
     [
         ("lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", "It is a LoRA"),
-        ("model.diffusion_model.img_in.weight", "everything in one"),
-        ("transformer_blocks.0.attn.to_q.weight", "in diffusers layout"),
+        ("model.diffusion_model.img_in.weight", "holds no FLUX transformer"),
+        ("transformer_blocks.0.attn.to_q.weight", "holds no FLUX transformer"),
         ("blocks.0.weight", "Its first tensors are blocks.0.weight"),
     ],
 )
-def test_a_file_that_is_no_bfl_transformer(name: str, told: str, volume: Volume, flux_tiny: Path) -> None:
+def test_a_file_that_holds_no_transformer(name: str, told: str, volume: Volume, flux_tiny: Path) -> None:
     path = volume.models / "it.safetensors"
     write_tensors(path, {name: torch.zeros(4, 4)})
     assert told in refusal(volume, path, **single_file_keys(flux_tiny))
@@ -266,15 +269,166 @@ def test_numbers_too_coarse_to_train_on(volume: Volume, flux_tiny: Path) -> None
     assert "float8_e4m3fn" in refusal(volume, path, **single_file_keys(flux_tiny))
 
 
-def test_encoders_as_single_files_come_later(volume: Volume, flux_tiny: Path) -> None:
-    keys = single_file_keys(flux_tiny)
-    keys["text_encoders"]["clip"] = str(flux_tiny / "text_encoder" / "model.safetensors")
-    told = refusal(volume, flux_tiny / SINGLE_FILE, **keys)
-    assert "text_encoders.clip" in told
-    assert "is a single file, which fluxpod cannot read yet" in told
-
-
 def test_an_encoder_without_tokenizer(volume: Volume, flux_tiny: Path) -> None:
     keys = single_file_keys(flux_tiny)
     keys["text_encoders"]["t5"] = str(copy_of(flux_tiny / "text_encoder_2", volume.models / "t5"))
     assert "no tokenizer lies in" in refusal(volume, flux_tiny / SINGLE_FILE, **keys)
+
+
+# ---- one file for each part
+
+
+def all_files(flux_tiny: Path, folder: Path) -> dict[str, Any]:
+    """A base, VAE and encoders as ComfyUI users have them: four files, in other names and types than diffusers'."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clip = read_tensors(flux_tiny / "text_encoder" / "model.safetensors")
+    named = {f"text_model.{name.removeprefix('text_model.')}": tensor.half() for name, tensor in clip.items()}
+    named["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+    write_tensors(folder / "clip_l.safetensors", named)
+    t5 = read_tensors(flux_tiny / "text_encoder_2" / "model.safetensors")
+    t5["encoder.embed_tokens.weight"] = t5["shared.weight"].clone()
+    write_tensors(folder / "t5xxl_fp16.safetensors", {name: tensor.half() for name, tensor in t5.items()})
+    vae = read_tensors(flux_tiny / "vae" / "diffusion_pytorch_model.safetensors")
+    write_tensors(
+        folder / "ae.safetensors", {vae_in_bfl(name, 4): as_bfl(name, tensor) for name, tensor in vae.items()}
+    )
+    shutil.copyfile(
+        flux_tiny / "text_encoder" / "config.json", folder / "config.json"
+    )  # how many heads a tiny CLIP has
+    for name in ("tokenizer", "tokenizer_2"):
+        shutil.copytree(flux_tiny / name, folder.parent / name, dirs_exist_ok=True)
+    encoders = {"clip": str(folder / "clip_l.safetensors"), "t5": str(folder / "t5xxl_fp16.safetensors")}
+    return {"vae": str(folder / "ae.safetensors"), "text_encoders": encoders}
+
+
+def as_bfl(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:, :, None, None] if ".attentions.0.to_" in name and tensor.dim() == 2 else tensor
+
+
+@pytest.fixture
+def files(volume: Volume, flux_tiny: Path) -> dict[str, Any]:
+    keys = all_files(flux_tiny, volume.models / "comfy")
+    config = json.loads((volume.models / "comfy" / "config.json").read_text())
+    (volume.models / "comfy" / "config.json").write_text(json.dumps(config | {"norm_num_groups": 8}))
+    return keys
+
+
+def test_all_parts_as_files(volume: Volume, flux_tiny: Path, files: dict[str, Any]) -> None:
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextModel, T5EncoderModel
+
+    from trainer.encode import _load
+
+    weights = fetch(volume, flux_tiny / SINGLE_FILE, **files)
+    assert fetch(volume, flux_tiny / SINGLE_FILE, **files) == weights
+    assert weights.tokenizer == (volume.models / "tokenizer").absolute()
+    assert not list((volume.cache / "parts").glob(".*"))
+    given: Any = AutoencoderKL.from_pretrained(flux_tiny / "vae")
+    made: Any = AutoencoderKL.from_pretrained(weights.vae)
+    for key, value in given.config.items():
+        assert key[0] == "_" or made.config[key] == value, key
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(tensor, made.state_dict()[name])
+    for kind, folder, inside in (
+        (CLIPTextModel, weights.clip, "text_encoder"),
+        (T5EncoderModel, weights.t5, "text_encoder_2"),
+    ):
+        right, read = (_load(kind, path, torch.device("cpu")).state_dict() for path in (flux_tiny / inside, folder))
+        assert right.keys() == read.keys()
+        assert all(torch.allclose(right[name], read[name], atol=1e-2) for name in right)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+def test_fine_tunes_of_others(layout: str, prefix: str, volume: Volume, flux_tiny: Path) -> None:
+    if layout == "bfl":
+        tensors = read_tensors(flux_tiny / SINGLE_FILE)
+    else:
+        shards = sorted((flux_tiny / "transformer").glob("*.safetensors"))
+        tensors = {name: tensor for shard in shards for name, tensor in read_tensors(shard).items()}
+    path = volume.models / "somebody-elses-schnell.safetensors"  # which it is, its tensors tell
+    write_tensors(path, {prefix + name: tensor for name, tensor in tensors.items()})
+    weights = fetch(volume, path, **single_file_keys(flux_tiny))
+    assert (weights.layout, weights.prefix, weights.shape) == (layout, prefix, FLUX_TINY)
+    assert peek_shape(str(path), volume) == FLUX_TINY
+
+    from trainer.model import bare_model, fill, sources
+    from trainer.world import World
+
+    model = bare_model(weights.shape).to_empty(device="cpu")
+    alone = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    fill(model, sources(weights.shape, weights.transformer, weights.layout, weights.prefix), alone)
+    folder = fetch(volume, flux_tiny)
+    right = bare_model(folder.shape).to_empty(device="cpu")
+    fill(right, sources(folder.shape, folder.transformer, folder.layout), alone)
+    for name, tensor in right.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_a_pruned_model_is_told_by_its_tensors(volume: Volume, flux_tiny: Path) -> None:
+    tensors = read_tensors(flux_tiny / SINGLE_FILE)
+    pruned = {name: tensor for name, tensor in tensors.items() if not name.startswith("single_blocks.2.")}
+    write_tensors(volume.models / "flux1-dev.safetensors", pruned)
+    weights = fetch(volume, "models/flux1-dev.safetensors", **single_file_keys(flux_tiny))
+    assert weights.shape == replace(FLUX_TINY, single_blocks=2)
+
+
+def test_everything_in_one_file_is_refused(volume: Volume, flux_tiny: Path) -> None:
+    tensors = read_tensors(flux_tiny / SINGLE_FILE)
+    all_in_one = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
+    path = volume.models / "all.safetensors"
+    write_tensors(path, all_in_one | {"vae.decoder.conv_in.weight": torch.zeros(1)})
+    assert "everything in one" in refusal(volume, path, **single_file_keys(flux_tiny))
+
+
+def test_an_encoder_in_fp8_is_used_with_a_note(volume: Volume, flux_tiny: Path, files: dict[str, Any]) -> None:
+    path = Path(files["text_encoders"]["t5"])
+    tensors = read_tensors(path)
+    write_tensors(path, {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()})
+    lines: list[str] = []
+    fetch_weights(job(flux_tiny / SINGLE_FILE, **files), volume, None, lines.append)
+    assert any("is in fp8" in line for line in lines)
+    write_tensors(path, tensors | {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)})
+    assert "fp8 with scales" in refusal(volume, flux_tiny / SINGLE_FILE, **files)
+
+
+def test_missing_misshapen_and_foreign_tensors_of_parts_are_told(
+    volume: Volume, flux_tiny: Path, files: dict[str, Any]
+) -> None:
+    path = Path(files["text_encoders"]["t5"])
+    tensors = read_tensors(path)
+    del tensors["encoder.final_layer_norm.weight"]
+    tensors["encoder.block.1.layer.0.layer_norm.weight"] = torch.zeros(3)
+    tensors["decoder.x"] = torch.zeros(1)
+    write_tensors(path, tensors)
+    told = refusal(volume, flux_tiny / SINGLE_FILE, **files)
+    for words in ("text_encoders.t5", "lacks: encoder.final_layer_norm.weight", "is (3,), not (128,)", "decoder.x"):
+        assert words in told
+    files["text_encoders"]["clip"] = files["vae"]
+    assert "is not a CLIP text encoder" in refusal(volume, flux_tiny / SINGLE_FILE, **files)
+
+
+def test_a_folder_whose_encoder_lacks_a_tensor(volume: Volume, flux_tiny: Path) -> None:
+    folder = copy_of(flux_tiny, volume.models / "broken")
+    path = folder / "text_encoder" / "model.safetensors"
+    tensors = read_tensors(path)
+    lost = sorted(tensors)[0]
+    del tensors[lost]
+    path.unlink()
+    write_tensors(path, tensors)
+    assert f"lacks: {lost.removeprefix('text_model.')}" in refusal(volume, folder)
+
+
+def test_tokenizers_come_from_the_hub_where_nobody_has_them(hub: LoopbackHub, volume: Volume, flux_tiny: Path) -> None:
+    real = {"embeddings.token_embedding.weight": torch.zeros(49408, 1)}
+    path = volume.models / "clip" / "clip_l.safetensors"
+    path.parent.mkdir()
+    write_tensors(path, {f"text_model.{name}": tensor for name, tensor in real.items()})
+    hub.repos["openai/clip-vit-large-patch14"] = Repo(flux_tiny / "tokenizer")
+    found = tokenizer_for(path, "clip", "tokenizer", "text_encoders.clip", volume, None, lambda line: None)
+    assert (found / "tokenizer_config.json").read_bytes() == (
+        flux_tiny / "tokenizer" / "tokenizer_config.json"
+    ).read_bytes()
+    hub.requests.clear()
+    assert tokenizer_for(path, "clip", "tokenizer", "text_encoders.clip", volume, None, lambda line: None) == found
+    assert hub.requests == []
