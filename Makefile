@@ -35,7 +35,7 @@ endef
 export MAKE_ENVIRONMENT
 export PYTHON
 
-.PHONY: help demo test check format test-image push bench reference template pod clean
+.PHONY: help demo test check format test-image push bench bench-volume trials reference template pod clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,12 @@ push: ## build and push the image, tagged with the version: make push IMAGE=regi
 	    echo "make push needs docker (with buildx) or podman." >&2; exit 2; \
 	fi
 	@echo "pushed $(TAG)"
+
+bench-volume: $(STAMP) ## fetching and loading weights against curl and dd (FOLDER=/workspace, on the volume to measure)
+	@$(RUN) bench.volume $(if $(FOLDER),--folder "$(FOLDER)") $(MORE)
+
+trials: $(STAMP) ## a hundred seeded fetches from a hub that misbehaves, killed at random moments
+	@TRIALS=100 $(RUN) pytest -n logical --maxprocesses 8 tests/bootstrap/test_fetch_trials.py
 
 bench: $(STAMP) ## speed and memory of real-size FLUX on this machine's GPU
 	@$(RUN) bench.gpu

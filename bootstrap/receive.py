@@ -448,6 +448,10 @@ def main() -> int:
             told = time.monotonic()
             print(json.dumps(event), flush=True)
 
+    import huggingface_hub.file_download
+    import huggingface_hub.hf_api  # noqa: F401
+
+    tell(started=True)  # the slow part of a start is over
     while True:
         tell(**_answer(json.loads(lines.get()), token, tell))
 

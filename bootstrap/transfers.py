@@ -37,6 +37,7 @@ LARGE = 8_000_000  # bytes of a file that is worth a process of its own: one tak
 TICK = 0.2  # seconds between two looks at everything, and before a stop is noticed at most
 LONGEST_WAIT = 300.0  # seconds that a busy hub can make us wait before one more try
 NEW = 1 << 20  # bytes further than ever that make a try count as none (a tenth of a smaller file)
+START_LIMIT = 120.0  # seconds for a process to start, on a machine that is busy with other things
 END_LIMIT = 1.0  # seconds for a killed process to go; one that is stuck in I/O goes when it can
 
 
@@ -81,7 +82,7 @@ class _Process:
         )
         self.task: _Task | None = None
         self.moved = time.monotonic()  # its last sign of life
-        self.flushing = False
+        self.started = self.flushing = False
         self.said: list[str] = []  # on its standard error
         self._readers = [
             threading.Thread(target=self._listen, args=(events,), daemon=True),
@@ -201,6 +202,7 @@ class Transfers:
                 if event is None:
                     self._processes.remove(process)
                 if task is None:
+                    process.started = True
                     continue
                 failure = self._take(process, task, event)
                 if task.answer:
@@ -236,7 +238,7 @@ class Transfers:
 
     def _take(self, process: _Process, task: _Task, event: dict[str, Any] | None) -> dict[str, Any] | None:
         """Notes what an event says; gives it back where it is a failure."""
-        process.moved = time.monotonic()
+        process.moved, process.started = time.monotonic(), True
         if event is None:
             process.end()
             code = process.process.returncode
@@ -257,6 +259,8 @@ class Transfers:
         stalled = []
         for process in list(self._processes):
             limit = self.patience.flush if process.flushing else self.patience.stall
+            if not process.started:
+                limit = max(limit, START_LIMIT)
             if process.task and time.monotonic() - process.moved > limit:
                 self._processes.remove(process)
                 process.end()

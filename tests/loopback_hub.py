@@ -64,6 +64,7 @@ class LoopbackHub:
         self.tokens: set[str] = set()
         self.restricted: set[str] = set()  # valid tokens without the right to read gated repositories
         self.requests: list[str] = []
+        self.ranges: list[tuple[str, str]] = []  # of requests, with the range that each asked for
         self.authorizations: set[str] = set()
         self.faults: list[tuple[Fault, list[int]]] = []
         self._counting = threading.Lock()
@@ -201,6 +202,7 @@ def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(f"{self.command} {path}")
+            hub.ranges.append((path, self.headers.get("Range", "")))
             given = self.headers.get("Authorization")
             token = given.removeprefix("Bearer ") if given else None
             if given:

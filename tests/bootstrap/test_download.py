@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from bootstrap.download import fetch_repo, flux_files
+from bootstrap.download import LEASE, fetch_repo, fetch_url, flux_files
 from bootstrap.hub import RemoteFile, clean_token
+from bootstrap.lease import HeldLease, Lease
 from bootstrap.manifest import MANIFEST, Manifest, whole
-from bootstrap.outcome import AccessError
+from bootstrap.outcome import AccessError, PodError
 from bootstrap.transfers import Patience
+from bootstrap.volume import write_json
 from tests.loopback_hub import Fault, LoopbackHub, Repo
 
 REPO = "painter/flux"
@@ -184,7 +189,7 @@ def test_a_cut_in_mid_body_is_gone_on_from(served: LoopbackHub, tmp_path: Path) 
 def test_a_stalled_transfer_is_ended_and_started_anew(served: LoopbackHub, tmp_path: Path) -> None:
     served.fail(Fault("GET /cdn/.*/vae/", stall=60), times=1)
     lines: list[str] = []
-    patience = Patience(stall=5, waits=(0.1, 0.1, 0.1))  # more than one: on a busy machine a start takes seconds
+    patience = Patience(stall=5, waits=(0.1,) * 8)  # more than one: a busy machine may be silent for seconds
     folder, manifest = fetch_repo(REPO, "main", tmp_path, None, lines.append, patience)
     assert manifest.missing(folder) == []
     assert any("stalled" in line for line in lines)
@@ -218,16 +223,222 @@ def test_a_part_of_a_commit_that_is_no_longer_meant_goes(served: LoopbackHub, tm
     assert {path.name for path in folder.parent.iterdir()} == {"f" * 40}
 
 
+def asking(models: Path, **patience: object) -> subprocess.Popen[bytes]:
+    """A process that fetches, to be killed."""
+    call = f"fetch_repo({REPO!r}, 'main', Path({str(models)!r}), None, print, Patience(**{patience!r}))"
+    imports = "from pathlib import Path; from bootstrap.download import fetch_repo; "
+    imports += "from bootstrap.transfers import Patience; "
+    return subprocess.Popen([sys.executable, "-c", imports + call], stdout=subprocess.DEVNULL)
+
+
 def test_the_transfer_ends_with_who_asked_for_it(served: LoopbackHub, tmp_path: Path) -> None:
     served.fail(Fault("GET /cdn/", stall=60))
-    call = f"fetch_repo({REPO!r}, 'main', Path({str(tmp_path)!r}), None, print)"
-    program = f"from pathlib import Path; from bootstrap.download import fetch_repo; {call}"
-    asking = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    process = asking(tmp_path)
     wait_for(lambda: any("GET /cdn/" in request for request in served.requests))
-    transfer = int(Path(f"/proc/{asking.pid}/task/{asking.pid}/children").read_text().split()[0])
-    asking.kill()
-    asking.wait()
+    transfer = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    process.kill()
+    process.wait()
     wait_for(lambda: not Path(f"/proc/{transfer}").exists() or "Z" in state_of(transfer))
+
+
+def test_what_a_killed_process_left_is_gone_on_with(served: LoopbackHub, small: Path, tmp_path: Path) -> None:
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    served.fail(Fault(f"GET /cdn/.*{name}", stall=60, share=0.6), times=1)
+    process = asking(tmp_path)
+    left = lambda: [path for path in tmp_path.rglob(".*.part") if path.stat().st_size == 90_000]  # noqa: E731
+    wait_for(lambda: bool(left()))
+    process.kill()
+    process.wait()
+    served.fail(Fault(f"GET /cdn/.*{name}", cut=True, share=0.0), times=1)  # nothing of it comes this time
+    folder, _ = fetch_repo(REPO, "main", tmp_path, None, print, Patience(waits=(0.1,)))
+    assert (folder / name).read_bytes() == (small / name).read_bytes()
+    assert {"bytes=90000-"} == {given for request, given in served.ranges if request.endswith(name) and given}
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_damaged_rest_is_fetched_from_its_beginning(served: LoopbackHub, small: Path, tmp_path: Path) -> None:
+    name = "vae/diffusion_pytorch_model.safetensors"
+    folder = tmp_path / "painter--flux" / served.repos[REPO].commit
+    (folder / "vae").mkdir(parents=True)
+    (folder / "vae" / ".diffusion_pytorch_model.safetensors.0123.part").write_bytes(bytes(100_000))
+    lines: list[str] = []
+    fetch_repo(REPO, "main", tmp_path, None, lines.append, AT_ONCE)
+    assert (folder / name).read_bytes() == (small / name).read_bytes()
+    assert any("from its beginning" in line for line in lines)
+
+
+def test_200_where_206_was_asked(served: LoopbackHub, small: Path, tmp_path: Path) -> None:
+    name = "vae/diffusion_pytorch_model.safetensors"
+    served.fail(Fault(f"GET /cdn/.*{name}", cut=True), times=1)
+    served.fail(Fault(f"GET /cdn/.*{name}", whole=True), times=1)
+    folder, _ = fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    assert (folder / name).read_bytes() == (small / name).read_bytes()
+
+
+def test_damage_behind_a_changed_time_is_found_and_only_that_file_fetched(
+    served: LoopbackHub, small: Path, tmp_path: Path
+) -> None:
+    folder, manifest = fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    damaged, copied = folder / "vae/diffusion_pytorch_model.safetensors", folder / "model_index.json"
+    damaged.write_bytes(bytes(150_000))
+    for path in (damaged, copied):
+        os.utime(path, (1e9, 1e9))
+    assert set(manifest.changed(folder)) == {"vae/diffusion_pytorch_model.safetensors", "model_index.json"}
+    served.requests.clear()
+    lines: list[str] = []
+    fetch_repo(REPO, "main", tmp_path, None, lines.append, AT_ONCE)
+    assert damaged.read_bytes() == (small / "vae/diffusion_pytorch_model.safetensors").read_bytes()
+    assert [request for request in served.requests if request.startswith(("GET /cdn", "GET /painter"))] == [
+        f"GET /cdn/{REPO}/vae/diffusion_pytorch_model.safetensors"
+    ]
+    assert f"{REPO}: vae/diffusion_pytorch_model.safetensors is damaged" in lines
+    served.requests.clear()
+    fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    assert served.requests == []
+
+
+def test_files_that_another_commit_brought_are_not_fetched_again(served: LoopbackHub, tmp_path: Path) -> None:
+    fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    served.repos[REPO] = replace(served.repos[REPO], commit="d" * 40, revisions=("v2",))
+    served.requests.clear()
+    folder, manifest = fetch_repo(REPO, "v2", tmp_path, None, print, AT_ONCE)
+    assert (folder.name, manifest.missing(folder)) == ("d" * 40, [])
+    assert not [request for request in served.requests if "/cdn/" in request]
+
+
+def test_two_at_once_fetch_once(served: LoopbackHub, tmp_path: Path) -> None:
+    served.fail(Fault("GET /cdn/", rate=3e5))
+    processes = [asking(tmp_path) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    asked = [request for request in served.requests if "GET /" in request and "harness" not in request]
+    assert len(asked) == len(set(asked))
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_lease_that_another_pod_took_ends_the_fetch_and_waits(
+    served: LoopbackHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other pod is played by a file; its fetch is over when the folder is whole."""
+    whole_models = tmp_path / "other"
+    fetch_repo(REPO, "main", whole_models, None, print, AT_ONCE)
+    monkeypatch.setattr("bootstrap.lease.RENEW", 0.1)
+    monkeypatch.setattr(HeldLease.__init__, "__defaults__", (*HeldLease.__init__.__defaults__[:-1], 0.1))  # type: ignore[index]
+    served.fail(Fault("GET /cdn/", stall=30))
+    home, lines = tmp_path / "models" / "painter--flux", list[str]()
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        if line.startswith("waiting for another"):
+            shutil.copytree(whole_models / "painter--flux", home, dirs_exist_ok=True)
+
+    def rob() -> None:
+        wait_for(lambda: any("GET /cdn/" in request for request in served.requests))
+        write_json(home / LEASE, asdict(replace(Lease.mine("other"), boot="another")))
+
+    served.requests.clear()
+    threading.Thread(target=rob, daemon=True).start()
+    folder, manifest = fetch_repo(REPO, "main", tmp_path / "models", None, hear, AT_ONCE)
+    assert manifest.missing(folder) == []
+    assert f"another pod took over fetching {REPO}" in lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_answered_at_once_and_nothing_is_lost(
+    number: signal.Signals, served: LoopbackHub, tmp_path: Path
+) -> None:
+    """As in a run, where the handler raises."""
+    served.fail(Fault("GET /cdn/.*transformer", stall=60), times=1)
+    program = f"""
+import signal, sys
+from pathlib import Path
+from bootstrap.download import fetch_repo
+def stop(*_): raise KeyboardInterrupt
+signal.signal({int(number)}, stop)
+try:
+    fetch_repo({REPO!r}, "main", Path({str(tmp_path)!r}), None, print)
+except KeyboardInterrupt:
+    sys.exit(75)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    wait_for(lambda: any(path.stat().st_size == 50_000 for path in tmp_path.rglob(".*.part")))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
+    assert process.wait(20) == 75
+    assert not [child for child in children if state_of(int(child)) != "Z"]
+    assert not list(tmp_path.rglob(LEASE))
+    assert [path.stat().st_size for path in tmp_path.rglob(".*.part")] == [50_000]
+
+
+def test_a_full_volume(served: LoopbackHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLUXPOD_VOLUME_GB", "0.9")
+    with pytest.raises(PodError, match=r"needs 1\.1 GB more on the volume and 0\.9 GB are free"):
+        fetch_repo(REPO, "main", tmp_path / "models", None, print, AT_ONCE)
+    assert not [request for request in served.requests if "/resolve/" in request]
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_ENABLE_HF_TRANSFER", "HF_XET_HIGH_PERFORMANCE", "HF_HUB_DISABLE_XET"])
+def test_switches_of_fast_downloads_without_their_packages(
+    name: str, served: LoopbackHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(name, "1")
+    folder, manifest = fetch_repo(REPO, "main", tmp_path, None, print, AT_ONCE)
+    assert manifest.missing(folder) == []
+
+
+def test_a_dataset(served: LoopbackHub, small: Path, tmp_path: Path) -> None:
+    folder, manifest = fetch_repo(
+        REPO, "main", tmp_path, None, print, AT_ONCE, kind="dataset", choose=lambda repo, files: files
+    )
+    assert (folder / "README.md").read_bytes() == (small / "README.md").read_bytes()
+    assert f"GET /api/datasets/{REPO}/revision/main" in served.requests
+    assert len(manifest.files) == len([path for path in small.rglob("*") if path.is_file()])
+
+
+# ---- files of any address
+
+
+@pytest.fixture
+def address(served: LoopbackHub) -> str:
+    return f"{served.endpoint}/cdn/{REPO}/vae/diffusion_pytorch_model.safetensors?signature=secret"
+
+
+def test_an_address_is_fetched_once(served: LoopbackHub, address: str, small: Path, tmp_path: Path) -> None:
+    target, lines = tmp_path / "datasets" / "pictures.zip", list[str]()
+    served.fail(Fault("GET /cdn/", cut=True), times=2)
+    assert fetch_url(address, target, tmp_path, lines.append, Patience(waits=(0.1,))) == target
+    assert target.read_bytes() == (small / "vae/diffusion_pytorch_model.safetensors").read_bytes()
+    assert [path.name for path in target.parent.iterdir()] == ["pictures.zip"]
+    assert "secret" not in " ".join(lines)
+    served.requests.clear()
+    fetch_url(address, target, tmp_path, lines.append)
+    assert served.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (Fault("GET /cdn/", status=404), "is not there (status 404)"),
+        (Fault("GET /cdn/", status=403), "asks for a login (status 403)"),
+        (Fault("GET /cdn/", status=503), "is not given for now (status 503)"),
+    ],
+)
+def test_an_address_that_is_refused(fault: Fault, told: str, served: LoopbackHub, address: str, tmp_path: Path) -> None:
+    served.fail(fault)
+    with pytest.raises(AccessError) as caught:
+        fetch_url(address, tmp_path / "x.zip", tmp_path, print, AT_ONCE)
+    assert told in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_address_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(AccessError, match="is no address that begins with https"):
+        fetch_url("file:///etc/passwd", tmp_path / "x.zip", tmp_path, print, AT_ONCE)
+
+
+def test_an_address_with_other_bytes_than_were_announced(address: str, served: LoopbackHub, tmp_path: Path) -> None:
+    with pytest.raises(AccessError, match="arrived twice with other bytes"):
+        fetch_url(address, tmp_path / "x.zip", tmp_path, print, AT_ONCE, sha256="0" * 64)
+    assert list(tmp_path.glob("*.zip")) == []
 
 
 def wait_for(happened: Callable[[], bool]) -> None:

@@ -28,8 +28,8 @@ from pathlib import Path
 from bootstrap import transfers
 from bootstrap.download import fetch_repo
 from bootstrap.outcome import AccessError
-transfers.LARGE = 100_000  # so that several transfers run side by side
-patience = transfers.Patience(stall=6, waits=(0.05, 0.1, 0.2))
+transfers.LARGE, transfers.AT_ONCE = 100_000, 2  # two transfers side by side
+patience = transfers.Patience(stall=4, waits=(0.05, 0.1, 0.2))
 try:
     fetch_repo({REPO!r}, "main", Path(sys.argv[1]), None, print, patience, choose=lambda repo, files: files)
 except AccessError as error:
@@ -46,7 +46,7 @@ def draw_faults(chance: random.Random) -> list[tuple[Fault, int]]:
         lambda match: Fault(match, rate=chance.uniform(2e5, 2e6)),
         lambda match: Fault(match, status=chance.choice((401, 403, 404))),
         lambda match: Fault(match, status=chance.choice((429, 500, 503)), headers={"Retry-After": "0"}),
-        lambda match: Fault(match, stall=9, share=chance.random()),
+        lambda match: Fault(match, stall=6, share=chance.random()),
     ]
     places = ["GET /cdn/", "GET /cdn/.*/a", "GET /cdn/.*/b", "GET .*config", "HEAD ", "auth-check", "revision"]
     weights = [5, 4, 4, 3, 1, 3, 1]
@@ -103,7 +103,7 @@ def test_a_trial(seed: int, hub: LoopbackHub, content: dict[str, bytes], tmp_pat
             kills -= 1
             time.sleep(chance.uniform(0.2, 4.0))
             process.kill()
-        told = "".join(process.communicate(timeout=120))
+        told = "".join(process.communicate(timeout=300))
         assert not before & fetched(hub), "a verified file was fetched again"
         assert all(content[name] == data for name, data in named(models).items()), "a wrong file has its name"
         if process.returncode == 0:
