@@ -56,9 +56,8 @@ class Draft:
     fates: dict[str, Fate] = field(default_factory=dict)  # by Given.key
     origins: dict[str, list[Given]] = field(default_factory=dict)  # key of the job -> what it came from
     implied: set[str] = field(default_factory=set)  # keys of the job that stand for a default of the source
-    alike: dict[str, list[Given]] = field(
-        default_factory=dict
-    )  # name -> other keys that say the same, and share its fate
+    # By name: other keys that say the same as the one in ``given``, and share its fate.
+    alike: dict[str, list[Given]] = field(default_factory=dict)
 
     def follow(self, table: Table) -> None:
         for names, rule in table:

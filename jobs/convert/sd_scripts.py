@@ -144,7 +144,7 @@ def _method(draft: Draft, names: Sequence[str]) -> None:
 
 # Parts of a block by sd-scripts' option for their rank, with the diffusers names of their layers.
 _PARTS = {
-    "img_attn_dim": ("transformer_blocks.*.attn.to_*",),
+    "img_attn_dim": ("transformer_blocks.*.attn.to_[qkv]", "transformer_blocks.*.attn.to_out.*"),
     "txt_attn_dim": ("transformer_blocks.*.attn.add_*", "transformer_blocks.*.attn.to_add_out"),
     "img_mlp_dim": ("transformer_blocks.*.ff.net.*",),
     "txt_mlp_dim": ("transformer_blocks.*.ff_context.net.*",),
@@ -153,7 +153,6 @@ _PARTS = {
     "single_dim": ("single_transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_*"),
     "single_mod_dim": ("single_transformer_blocks.*.norm.linear",),
 }
-_IMG_ATTN = ("transformer_blocks.*.attn.to_[qkv]", "transformer_blocks.*.attn.to_out.*")  # to_add_out is the text's
 
 
 def _targets(draft: Draft, rank: int) -> None:
@@ -181,9 +180,7 @@ def _targets(draft: Draft, rank: int) -> None:
         return
     whole = patterns == list(shared.ALL_BLOCKS)
     draft.write("lora.targets", patterns, *used, remark=shared.BLOCKS_REMARK if whole else "")
-    missing("The embedders are trained only with targets all-linear")(
-        draft, [args[n] for n in ("in_dims",) if n in args]
-    )
+    missing("The embedders are trained only with targets all-linear")(draft, ["network_args.in_dims"])
 
 
 def _patterns(double: list[int] | None, single: list[int] | None, parts: Sequence[str]) -> list[str]:
@@ -191,8 +188,8 @@ def _patterns(double: list[int] | None, single: list[int] | None, parts: Sequenc
     if len(parts) == len(_PARTS):
         found = [("transformer_blocks.*", double), ("single_transformer_blocks.*", single)]
     else:
-        layers = {part: _IMG_ATTN if part == "img_attn_dim" else _PARTS[part] for part in parts}
-        found = [(p, single if p.startswith("single") else double) for each in layers.values() for p in each]
+        layers = [pattern for part in parts for pattern in _PARTS[part]]
+        found = [(pattern, single if pattern.startswith("single") else double) for pattern in layers]
     patterns: list[str] = []
     for pattern, numbers in found:
         kind, _, rest = pattern.partition(".*")
@@ -257,6 +254,7 @@ def _rate(draft: Draft, names: Sequence[str]) -> None:
     key = "unet_lr" if lora and draft.number("unet_lr", 0) > 0 else "learning_rate"
     rate = draft.number(key, 2e-6)
     if rate <= 0:
+        draft.not_supported([key], "A rate of 0 trains nothing: write the one you mean")
         rate = 2e-6
     draft.write("learning_rate", rate, key, remark="" if key in draft.given else "the source's default")
     draft.not_needed(["learning_rate"], "unet_lr decides there")

@@ -48,8 +48,8 @@ def base(draft: Draft, model: str, parts: Mapping[str, str], others: Sequence[st
 
 def images_per_step(draft: Draft, batch: int, accumulated: int, gpus: int, names: Sequence[str]) -> None:
     """A step's images over all GPUs: batch x accumulation x GPUs."""
-    gpus = draft.gpus or gpus
-    images = max(1, batch) * max(1, accumulated) * max(1, gpus)
+    batch, accumulated, gpus = max(1, batch), max(1, accumulated), max(1, draft.gpus or gpus)
+    images = batch * accumulated * gpus
     parts = [str(batch), *([f"{accumulated} accumulated"] if accumulated > 1 else [])]
     remark = " x ".join([*parts, f"{gpus} GPUs"]) if gpus > 1 else f"{' x '.join(parts)} on one GPU"
     draft.write("images_per_step", images, *names, remark=remark)
@@ -70,6 +70,7 @@ def optimizer(draft: Draft, name: str, names: Sequence[str], args: Mapping[str, 
             names, f"That optimizer is not here: {chosen.name} takes its place. Or install it and write its import path"
         )
         draft.not_supported(args.values(), f"An option of {name}")
+        args = {}
     draft.write("optimizer", chosen.name, *names, remark=chosen.remark)
     decay = as_number(draft.value(args["weight_decay"])) if "weight_decay" in args else chosen.weight_decay
     if decay is not None:

@@ -239,6 +239,14 @@ def test_options_in_additional_parameters_count() -> None:
     assert fates(done)["additional_parameters: --log_prefix"] == NOT_NEEDED
 
 
+def test_the_options_of_an_optimizer_go_with_it(tmp_path: Path) -> None:
+    change = {"optimizer": "DAdaptAdam", "optimizer_args": "decouple=True weight_decay=0.2"}
+    done = convert(changed(tmp_path, "gui-lora.json", change))
+    assert (done.loaded.job.optimizer, done.loaded.job.optimizer_args) == ("AdamW", {})
+    assert done.loaded.job.weight_decay == 0.01
+    assert {fates(done)[key] for key in ("optimizer", "optimizer_args.decouple")} == {NOT_SUPPORTED}
+
+
 def test_another_kind_of_adapter_is_told(tmp_path: Path) -> None:
     done = convert(changed(tmp_path, "gui-lora.json", {"LoRA_type": "LyCORIS/LoKr"}))
     assert done.loaded.job.method == "lora"
