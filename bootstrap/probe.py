@@ -71,6 +71,7 @@ class Probe:
     health: tuple[tuple[int, Health], ...] = ()  # of each GPU, at work
     faults: tuple[tuple[int, str], ...] = ()  # GPUs that cannot train, and why
     p2p: bool = True
+    apart: bool = False  # the GPUs do not reach each other, with P2P or without
     notes: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
@@ -100,7 +101,7 @@ def known_probe(runs: Path, gpus: Iterable[Gpu], least: float | None) -> Probe |
     found = []
     for path in runs.glob("*/pod.json"):
         probe = Probe.read(path)
-        if probe and probe.hardware == here and not probe.faults and not too_slow(probe, least):
+        if probe and probe.hardware == here and not (probe.faults or probe.apart or too_slow(probe, least)):
             found.append((path.stat().st_mtime, probe))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 

@@ -53,6 +53,7 @@ CARDS_SECONDS = 35.0  # for all parts of the cards, which are measured at the sa
 LINKS_SECONDS = 15.0  # for the ways between them, with P2P and again without; NCCL needs half of it to start
 WITNESS_SECONDS = 45.0  # for torch to list the GPUs where nvidia-smi does not
 NORMAL_VOLUME = 200e6  # bytes/s; network volumes are sold with 200 to 400 MB/s
+MANY = 1 << 30  # GPUs
 AT_WORK = 1.0  # seconds after which a card that multiplies matrices has its clocks and heat
 
 Say = Callable[[str], None]
@@ -66,7 +67,7 @@ def show_probe(volume: Volume) -> int:
     stop = Stop()
     stop.on_signals()
     pod, facts = read_pod(volume.root), probe_volume(volume.root)
-    pod = second_witness(pod, os.environ)
+    pod = second_witness(pod, os.environ, stop)
     for note in (*pod.notes, *facts.notes):
         print(f"! {note}", flush=True)
     probe = probe_pod(pod, facts, os.environ, lambda line: print(line, flush=True), stop, download=True)
@@ -82,12 +83,12 @@ def examine(job: Job, pod: Pod, facts: VolumeFacts, volume: Volume, say: Say, st
 
     Raises PodError where no GPU works, or the pod is slower than the job allows.
     """
-    pod = second_witness(pod, os.environ)
+    pod = second_witness(pod, os.environ, stop)
     if pod.gpus:
         usable_gpus(pod)  # a driver too old for this torch has a better word than torch's own
     probe = known_probe(volume.runs, pod.gpus, job.least_speed)
     if probe:
-        say(f"probe: measured before, on this pod since its boot. {verdict(probe)}")
+        say("; ".join((f"probe: measured before, on this pod since its boot. {verdict(probe)}", *probe.notes)))
     else:
         probe = probe_pod(pod, facts, os.environ, say, stop, download=download)
         say(render(probe))
@@ -97,22 +98,25 @@ def examine(job: Job, pod: Pod, facts: VolumeFacts, volume: Volume, say: Say, st
         raise PodError(f"No GPU of this pod can train: {'; '.join((*ill.values(), *pod.notes))}.")
     if why := too_slow(probe, job.least_speed):
         raise PodError(why)
+    if probe.apart and min(job.gpus or MANY, job.plan.processes or MANY, job.images_per_step) > 1:
+        raise PodError(f"{probe.notes[-1]}.")
     notes = (*pod.notes, *(f"left out: {why}" for why in ill.values()))
     return replace(pod, gpus=tuple(gpu for gpu in pod.gpus if gpu.index not in ill), notes=notes, p2p=probe.p2p)
 
 
-def second_witness(pod: Pod, environment: Mapping[str, str], root: Path = Path("/")) -> Pod:
+def second_witness(pod: Pod, environment: Mapping[str, str], stop: Stop, root: Path = Path("/")) -> Pod:
     """Where nvidia-smi lists no GPU but there are device nodes, torch is asked."""
     if pod.gpus or not any((root / "dev").glob("nvidia[0-9]*")):
         return pod
-    command = [sys.executable, "-m", "trainer.probe", "cards"]
-    child = Child(command, child_environment(environment))
-    told = child.next(time.monotonic() + WITNESS_SECONDS)
+    child = Child([sys.executable, "-m", "trainer.probe", "cards"], child_environment(environment))
+    told = child.next(time.monotonic() + WITNESS_SECONDS, stop)
     child.end()
     seen = told["value"] if told else []
+    shown = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")  # torch counts anew what this leaves
+    indices = [int(word) for word in shown] if all(word.strip().isdigit() for word in shown) else range(len(seen))
     gpus = tuple(
         Gpu(index, each["name"], each["memory"], capability=tuple(each["capability"]), uuid=each["uuid"])
-        for index, each in enumerate(seen)
+        for index, each in zip(indices, seen, strict=False)
         if "MIG" not in each["name"]  # nvidia-smi's note says what to do
     )
     if not gpus:
@@ -134,7 +138,7 @@ def probe_pod(
         return Probe(hardware(()), time.monotonic() - begun, tuple(measures), notes=(note,))
     cards = probe_cards(pod.gpus, environment, say, stop)
     sound = [card for card in cards if not card.fault]
-    between, p2p, notes = probe_links([card.gpu for card in sound], environment, say, stop)
+    between, ways = probe_links([card.gpu for card in sound], environment, say, stop)
     return Probe(
         hardware=hardware(pod.gpus),
         seconds=time.monotonic() - begun,
@@ -142,8 +146,9 @@ def probe_pod(
         cards=tuple(card.facts for card in cards if card.facts),
         health=tuple((card.gpu.index, card.health) for card in cards if card.health),
         faults=tuple((card.gpu.index, card.fault) for card in cards if card.fault),
-        p2p=p2p,
-        notes=tuple(notes),
+        p2p=ways.p2p,
+        apart=ways.apart,
+        notes=(ways.note,) if ways.note else (),
     )
 
 
@@ -187,17 +192,19 @@ class Card:
 def probe_cards(gpus: Sequence[Gpu], environment: Mapping[str, str], say: Say, stop: Stop) -> list[Card]:
     """All cards at the same time, as training uses them: shared power and heat show."""
     deadline = time.monotonic() + START_SECONDS + CARDS_SECONDS
+    say(f"probe: {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, {', '.join(CARD_PARTS)}")
     with ThreadPoolExecutor(len(gpus)) as pool:
-        jobs = [pool.submit(_probe_card, gpu, environment, say, stop, deadline) for gpu in gpus]
+        jobs = [pool.submit(_probe_card, gpu, environment, stop, deadline, gpu is gpus[0]) for gpu in gpus]
         return [job.result() for job in jobs]
 
 
-def _probe_card(gpu: Gpu, environment: Mapping[str, str], say: Say, stop: Stop, deadline: float) -> Card:
+def _probe_card(gpu: Gpu, environment: Mapping[str, str], stop: Stop, deadline: float, speaks: bool) -> Card:
     card = Card(gpu)
     settings = child_environment(environment) | {"CUDA_VISIBLE_DEVICES": str(gpu.index)}
 
     def begun(part: str) -> None:
-        print(f"probe: GPU {gpu.index}: {part}", flush=True)
+        if speaks:
+            print(f"probe: {part}", flush=True)
         if part == "matrix product":
             time.sleep(AT_WORK)
             card.health = read_health(gpu.index)
@@ -239,12 +246,21 @@ def _facts(gpu: Gpu, told: dict[str, Any]) -> tuple[CardFacts | None, str]:
 # ---------------------------------------------------------------- between cards
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How the job's GPUs shall talk to each other, and what is to be said of it."""
+
+    p2p: bool = True
+    apart: bool = False
+    note: str = ""
+
+
 def probe_links(
     gpus: Sequence[Gpu], environment: Mapping[str, str], say: Say, stop: Stop
-) -> tuple[list[Measure], bool, list[str]]:
-    """Bandwidth between the GPUs with P2P and without; whether the job shall use P2P; and what is to be said of it."""
+) -> tuple[list[Measure], Ways]:
+    """Bandwidth between the GPUs, with P2P and without, and what follows."""
     if len(gpus) < 2:
-        return [], True, []
+        return [], Ways()
     off = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
     direct: dict[str, dict[str, Any]] = {}
     if not off:
@@ -253,34 +269,34 @@ def probe_links(
     say("probe: between the GPUs, without P2P")
     around = _run_links(gpus, dict(environment) | {"NCCL_P2P_DISABLE": "1"}, stop)
     measures = []
+    model = find_gpu(gpus[0].name)
     for suffix, found in (("", direct), (", no P2P", around)):
-        for part, told in found.items():
-            model = find_gpu(gpus[0].name)
-            normal = None if model is None else PCIE if suffix else model.link
-            measures.append(
-                Measure(part + suffix, "between GPUs", told.get("value"), "GB/s", normal, told.get("error", ""))
-            )
-    p2p, note = choose_p2p(direct, around, off)
-    return measures, p2p, [note] if note else []
+        normal = None if model is None else PCIE if suffix else model.link
+        measures += [
+            Measure(part + suffix, "between GPUs", told.get("value"), "GB/s", normal, told.get("error", ""))
+            for part, told in found.items()
+        ]
+    return measures, choose_ways(direct, around, off)
 
 
-def choose_p2p(
-    direct: Mapping[str, Mapping[str, Any]], around: Mapping[str, Mapping[str, Any]], off: bool
-) -> tuple[bool, str]:
-    """Whether the job's GPUs shall talk to each other directly, and why not. ``off``: the environment forbids it."""
+def choose_ways(direct: Mapping[str, Mapping[str, Any]], around: Mapping[str, Mapping[str, Any]], off: bool) -> Ways:
+    """By what was found with P2P and around it. ``off``: the environment forbids it."""
+    without = around["all-reduce"]
     if off:
-        return False, "NCCL_P2P_DISABLE is set: the GPUs talk to each other through the host's memory"
-    with_p2p, without = direct["all-reduce"], around["all-reduce"]
+        return Ways(p2p=False, note="NCCL_P2P_DISABLE is set: the GPUs talk to each other through the host's memory")
+    with_p2p = direct["all-reduce"]
     if "value" in with_p2p:
-        if without.get("value", 0.0) > P2P_GAIN * with_p2p["value"]:
-            told = f"{without['value']:.0f} GB/s without P2P, {with_p2p['value']:.0f} with it"
-            return False, f"The GPUs reach {told}: P2P is switched off for the job"
-        return True, ""
+        if without.get("value", 0.0) <= P2P_GAIN * with_p2p["value"]:
+            return Ways()
+        told = f"{without['value']:.0f} GB/s without P2P, {with_p2p['value']:.0f} with it"
+        return Ways(p2p=False, note=f"The GPUs reach {told}: P2P is switched off for the job")
     if "value" in without:
-        return False, f"P2P between the GPUs does not work here ({with_p2p['error']}): it is switched off for the job"
-    return True, (
-        f"The GPUs of this pod do not reach each other: {with_p2p['error']}; without P2P: {without['error']}. Training "
-        "on several of them would hang: write gpus: 1, or take another pod"
+        why = with_p2p["error"]
+        return Ways(p2p=False, note=f"P2P between the GPUs does not work here ({why}): it is switched off for the job")
+    return Ways(
+        apart=True,
+        note=f"The GPUs of this pod do not reach each other: {with_p2p['error']}; without P2P: {without['error']}. "
+        "Training on several of them would hang: take another pod, or write gpus: 1",
     )
 
 

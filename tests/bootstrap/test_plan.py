@@ -417,3 +417,21 @@ def test_prediction() -> None:
     assert found.training == pytest.approx(1000 * found.step)
     assert found.drawing > 0
     assert found.total == found.training + found.drawing + found.saving
+
+
+def test_without_p2p_the_traffic_is_slower() -> None:
+    here = pod("H200", "H200")
+    seconds = []
+    for p2p in (True, False):
+        plan = make_plan(job(), replace(here, p2p=p2p), DEV, DATA)
+        assert plan.p2p is p2p
+        forecast = predict(plan, job(), replace(here, p2p=p2p), DEV, DATA)
+        assert forecast
+        seconds.append(forecast.step)
+    assert seconds[0] < seconds[1]
+
+
+def test_who_holds_a_gpus_memory_is_named() -> None:
+    busy = replace(pod("A40").gpus[0], free=10 << 30, processes=("python3 (process 42) with 34.0 GiB",))
+    plan = make_plan(job("lora"), replace(pod("A40"), gpus=(busy,)), DEV, DATA)
+    assert any("in use by python3 (process 42) with 34.0 GiB" in warning for warning in plan.warnings)

@@ -18,7 +18,7 @@ from bootstrap.volume import Volume
 from bootstrap.volume_probe import VolumeFacts
 from entrypoint import probe
 from entrypoint.launch import Stop, child_environment
-from entrypoint.probe import Child, choose_p2p, examine, probe_pod, run_parts, second_witness
+from entrypoint.probe import Child, choose_ways, examine, probe_pod, run_parts, second_witness
 from tests.runs import make_job, make_run
 
 FACTS = VolumeFacts(True, True, True, True, True, 1 << 40, None, 300e6, 250e6)
@@ -110,16 +110,16 @@ def told(value: float | None, error: str = "cut off after 12 s") -> dict[str, di
         (told(None), told(20.0), False, False, "switched off for the job"),
         (told(None, "the sum over the GPUs is wrong"), told(20.0), False, False, "the sum over the GPUs is wrong"),
         (told(5.0), told(20.0), False, False, "20 GB/s without P2P, 5 with it"),
-        (told(None), told(None), False, True, "gpus: 1"),
         ({}, told(20.0), True, False, "NCCL_P2P_DISABLE is set"),
         (told(300.0), told(None), False, True, ""),
     ],
 )
 def test_p2p(direct: Any, around: Any, off: bool, p2p: bool, word: str) -> None:
-    chosen, note = choose_p2p(direct, around, off)
-    assert chosen is p2p
-    assert word in note
-    assert bool(note) == bool(word)
+    ways = choose_ways(direct, around, off)
+    assert ways.p2p is p2p
+    assert not ways.apart
+    assert word in ways.note
+    assert bool(ways.note) == bool(word)
 
 
 def test_p2p_that_hangs_is_cut_off_and_switched_off_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +131,10 @@ def test_p2p_that_hangs_is_cut_off_and_switched_off_for_the_job(monkeypatch: pyt
     monkeypatch.setattr(probe, "Child", lambda command, environment: Child(hangs, environment))
     monkeypatch.setattr(probe, "LINKS_SECONDS", 1.5)
     begun = time.monotonic()
-    found, p2p, notes = probe.probe_links(GPU_POD.gpus, {}, lambda line: None, Stop())
+    found, ways = probe.probe_links(GPU_POD.gpus, {}, lambda line: None, Stop())
     assert time.monotonic() - begun < 20
-    assert not p2p
-    assert "(it hung and was cut off after 2 s): it is switched off for the job" in notes[0]
+    assert not ways.p2p
+    assert "(it hung and was cut off after 2 s): it is switched off for the job" in ways.note
     assert [(each.name, each.value) for each in found] == [
         ("all-reduce", None),
         ("GPU to GPU", None),
@@ -143,7 +143,7 @@ def test_p2p_that_hangs_is_cut_off_and_switched_off_for_the_job(monkeypatch: pyt
     ]
     assert [each.normal for each in found] == [22.0] * 4
 
-    run = make_run(Path("/nowhere"), device="cuda", gpus=(0, 1), processes=2, p2p=p2p)
+    run = make_run(Path("/nowhere"), device="cuda", gpus=(0, 1), processes=2, p2p=ways.p2p)
     assert child_environment(run, {})["NCCL_P2P_DISABLE"] == "1"
     assert "NCCL_P2P_DISABLE" not in child_environment(replace(run, plan=replace(run.plan, p2p=True)), {})
 
@@ -179,6 +179,8 @@ def card_program(share: float, broken: str = "") -> list[str]:
         part: share * normal for part in CARD_PARTS if (normal := normal_of(part, probe.find_gpu("A40")))
     }
     text = f"values = {values!r}\n"
+    if broken == "links":
+        text += "if parts[0] == 'links': sys.exit('no way')\n"
     text += "if parts[0] == 'links': say('all-reduce', value=20.0); say('GPU to GPU', value=20.0); sys.exit()\n"
     text += "for part in parts[1:]:\n    say(part, begun=True)\n"
     text += f"    if part == {broken!r} and os.environ['CUDA_VISIBLE_DEVICES'] == '1': say(part, error='broken')\n"
@@ -257,14 +259,24 @@ def test_a_pod_with_no_sound_card_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_gpus_that_do_not_reach_each_other_hold_a_job_of_several(tmp_path: Path, pod_that: Any) -> None:
+    pod_that(0.9, broken="links")
+    with pytest.raises(PodError, match=r"do not reach each other: .*no way.* gpus: 1\."):
+        examined(tmp_path)
+    assert examined(tmp_path, gpus=1).gpus == GPU_POD.gpus
+    assert examined(tmp_path, images_per_step=1).gpus == GPU_POD.gpus
+
+
 def test_torch_is_asked_where_nvidia_smi_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [ANSWERS["device"], ANSWERS["device"] | {"name": "NVIDIA A100 MIG 3g.40gb"}]  # type: ignore[operator]
     stand_in = program(f"say('cards', value={seen!r})")
     monkeypatch.setattr(probe, "Child", lambda command, environment: Child(stand_in, environment))
-    assert second_witness(CPU_POD, {}, tmp_path) == CPU_POD
+    assert second_witness(CPU_POD, {}, Stop(), tmp_path) == CPU_POD
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    pod = second_witness(CPU_POD, {}, tmp_path)
+    pod = second_witness(CPU_POD, {}, Stop(), tmp_path)
     assert [(gpu.name, gpu.capability) for gpu in pod.gpus] == [("NVIDIA A40", (8, 6))]
     assert "torch sees 1 GPUs all the same" in pod.notes[-1]
-    assert second_witness(GPU_POD, {}, tmp_path) == GPU_POD
+    assert second_witness(GPU_POD, {}, Stop(), tmp_path) == GPU_POD
+    shown = second_witness(CPU_POD, {"CUDA_VISIBLE_DEVICES": "3,4"}, Stop(), tmp_path)
+    assert [gpu.index for gpu in shown.gpus] == [3]
