@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bootstrap.plan import Plan
 from bootstrap.run_file import RunFile
 from bootstrap.weights import Weights
 from jobs.schema import Job
+from trainer.optimizer import Optimizer, SavedOptimizer
 from trainer.trained import Trained, held_rows
 from trainer.world import World
 
@@ -88,3 +90,39 @@ def shards_of(weights: dict[str, torch.Tensor], rank: int, size: int) -> list[Tr
 
 def make_world(control: dist.ProcessGroup, rank: int = 0, size: int = 1) -> World:
     return World(rank, size, torch.device("cpu"), control)
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def rate(step: int) -> float:
+    return 1e-2 / (step + 1)
+
+
+def weights_in(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    return {tensor.name: tensor.weight.clone() for tensor in optimizer.tensors}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def saved(*optimizers: Optimizer) -> SavedOptimizer:
+    """What a state keeps of an optimizer spread over some processes: whole tensors, of which rows can be read, and
+    JSON."""
+    whole: dict[str, torch.Tensor] = {}
+    for optimizer in optimizers:
+        for piece in optimizer.pieces():
+            target = whole.setdefault(piece.name, torch.full(piece.shape, 77, dtype=piece.tensor.dtype))
+            if piece.shape:
+                target[piece.first_row : piece.first_row + piece.tensor.shape[0]] = piece.tensor
+            else:
+                target.copy_(piece.tensor)
+    scalars = json.loads(json.dumps(optimizers[0].scalars(), allow_nan=False))
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+
+    def read(name: str, first: int, last: int | None) -> torch.Tensor:
+        return whole[name][first:last].clone() if shapes[name] else whole[name].clone()
+
+    return SavedOptimizer(shapes, read, scalars)

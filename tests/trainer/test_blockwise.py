@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import bitsandbytes as bnb
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from jobs.problem import JobError
-from tests.runs import PLAN, make_job, make_trained, shards_of
+from tests.runs import PLAN, equal, make_job, make_trained, rate, saved, shards_of, weights_in
 from trainer.blockwise import Blockwise
 from trainer.make_optimizer import BLOCKWISE, make_optimizer
-from trainer.optimizer import OptimizerStateError, Piece, SavedOptimizer
+from trainer.optimizer import OptimizerStateError, Piece
 from trainer.trained import Trained
 
 SHAPES = {
@@ -36,10 +35,6 @@ def gradient(name: str, step: int) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator) * 10.0 ** (-step)
 
 
-def rate(step: int) -> float:
-    return 1e-2 / (step + 1)
-
-
 def make(tensors: list[Trained], name: str, **keys: Any) -> Blockwise:
     job = make_job(optimizer=name, **{"weight_decay": 0.02} | keys)
     optimizer = make_optimizer(tensors, job, PLAN, world=None)  # type: ignore[arg-type]  # needs nobody
@@ -54,27 +49,6 @@ def train(optimizer: Blockwise, first: int = 0, last: int = STEPS) -> None:
             rows = slice(tensor.first_row, tensor.first_row + tensor.weight.shape[0])
             tensor.parameter.grad = gradient(tensor.name, step)[rows].to(tensor.weight.dtype)
         optimizer.finish_step()
-
-
-def weights(optimizer: Blockwise) -> dict[str, torch.Tensor]:
-    return {tensor.name: tensor.weight.clone() for tensor in optimizer.tensors}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def saved(*optimizers: Blockwise) -> SavedOptimizer:
-    """What a state keeps of an optimizer spread over some processes: whole tensors, of which rows can be read."""
-    whole: dict[str, torch.Tensor] = {}
-    for optimizer in optimizers:
-        for piece in optimizer.pieces():
-            target = whole.setdefault(piece.name, torch.full(piece.shape, 77, dtype=piece.tensor.dtype))
-            target[piece.first_row : piece.first_row + piece.tensor.shape[0]] = piece.tensor
-    scalars = json.loads(json.dumps(optimizers[0].scalars()))
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    return SavedOptimizer(shapes, lambda name, first, last: whole[name][first:last].clone(), scalars)
 
 
 # ---------------------------------------------------------------- the arithmetic is bitsandbytes'
@@ -131,7 +105,7 @@ def test_arguments_reach_the_kernel() -> None:
         optimizer.param_groups[0]["lr"] = rate(step)
         theirs.grad = gradient(name, step)
         optimizer.step()
-    assert torch.equal(weights(ours)[name], theirs.detach())
+    assert torch.equal(weights_in(ours)[name], theirs.detach())
 
 
 def test_unknown_arguments_are_told() -> None:
@@ -180,8 +154,8 @@ def test_the_rows_of_all_processes_are_the_whole_to_the_bit(name: str, dtype: to
     parts = [make(shards_of(start(dtype), rank, size), name) for rank in range(size)]
     for part in parts:
         train(part)
-    joined = {n: torch.cat([weights(part)[n] for part in parts]) for n in SHAPES}
-    assert equal(joined, weights(whole))
+    joined = {n: torch.cat([weights_in(part)[n] for part in parts]) for n in SHAPES}
+    assert equal(joined, weights_in(whole))
     one, many = saved(whole), saved(*parts)
     assert one.shapes == many.shapes
     assert all(torch.equal(one.read(n, 0, None), many.read(n, 0, None)) for n in one.shapes)
@@ -202,7 +176,7 @@ def test_a_tensor_without_a_gradient_stays() -> None:
     optimizer = make(tensors, "AdamW8bit")
     optimizer.begin_step(0, 1.0, torch.ones(()))
     optimizer.finish_step()
-    assert equal(weights(optimizer), start())
+    assert equal(weights_in(optimizer), start())
     assert not any(piece.tensor.any() for piece in optimizer.pieces())
 
 
@@ -210,7 +184,7 @@ def test_a_tensor_without_a_gradient_stays() -> None:
 def test_what_is_no_number_moves_nothing(name: str) -> None:
     optimizer = make(make_trained(start()), name)
     train(optimizer, 0, 2)
-    before, states = weights(optimizer), [piece.tensor.clone() for piece in optimizer.pieces()]
+    before, states = weights_in(optimizer), [piece.tensor.clone() for piece in optimizer.pieces()]
     spoiled = optimizer.tensors[0]
     for go in (0.0, 1.0):  # the loss is no number; one gradient is none
         optimizer.begin_step(2, 1e-2, torch.tensor(go))
@@ -218,7 +192,7 @@ def test_what_is_no_number_moves_nothing(name: str) -> None:
         if go:
             spoiled.parameter.grad.view(-1)[5] = torch.nan
         optimizer.finish_step()
-        assert equal(weights(optimizer), before)
+        assert equal(weights_in(optimizer), before)
         assert all(torch.equal(a.tensor, b) for a, b in zip(optimizer.pieces(), states, strict=True))
         assert optimizer.skipped.item() == go
 
@@ -240,13 +214,13 @@ def test_going_on_from_a_state_on_any_number_of_processes_is_not_noticed(name: s
     first = [make(shards_of(start(torch.bfloat16), rank, before), name) for rank in range(before)]
     for part in first:
         train(part, 0, 3)
-    middle = {n: torch.cat([weights(part)[n] for part in first]) for n in SHAPES}
+    middle = {n: torch.cat([weights_in(part)[n] for part in first]) for n in SHAPES}
     kept = saved(*first)
     second = [make(shards_of(middle, rank, after), name) for rank in range(after)]
     for part in second:
         part.load(kept)
         train(part, 3, STEPS)
-    assert equal({n: torch.cat([weights(part)[n] for part in second]) for n in SHAPES}, weights(straight))
+    assert equal({n: torch.cat([weights_in(part)[n] for part in second]) for n in SHAPES}, weights_in(straight))
 
 
 @pytest.mark.parametrize(("was", "now"), [("Lion8bit", "AdamW8bit"), ("PagedAdamW32bit", "AdamW8bit")])

@@ -18,32 +18,13 @@ from bootstrap.dataset import Item, scan
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
 from bootstrap.wanted import Crop, CroppedItem, Wanted, crops_of, latent_key, text_key
-from bootstrap.weights import Weights
 from jobs.schema import Job
-from tests.runs import PLAN
+from tests.runs import PLAN, make_weights
 from trainer import encode
 from trainer.encode import TextEncoders, encode_part, encode_pixels, load_vae, main, read_crops, read_masks
 
 CPU = torch.device("cpu")
 TEXTS = ["a red circle on a white background", "", "a blue star, 100% {wool|cotton}\nin two lines " * 20]
-
-
-def weights_of(folder: Path) -> Weights:
-    return Weights(
-        transformer=tuple(sorted((folder / "transformer").glob("*.safetensors"))),
-        layout="diffusers",
-        config=folder / "transformer" / "config.json",
-        shape=FLUX_TINY,
-        vae=folder / "vae",
-        clip=folder / "text_encoder",
-        t5=folder / "text_encoder_2",
-        tokenizer=folder / "tokenizer",
-        tokenizer_2=folder / "tokenizer_2",
-        scheduler=folder / "scheduler",
-        text_tokens=64,
-        revision="test",
-        digest="test",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +34,7 @@ def pipeline(flux_tiny: Path) -> FluxPipeline:
 
 @pytest.fixture(scope="module")
 def encoders(flux_tiny: Path) -> TextEncoders:
-    return TextEncoders(weights_of(flux_tiny), CPU)
+    return TextEncoders(make_weights(flux_tiny), CPU)
 
 
 def test_texts_come_out_as_diffusers_pipeline_makes_them(pipeline: FluxPipeline, encoders: TextEncoders) -> None:
@@ -125,7 +106,7 @@ def prepared(tmp_path: Path, flux_tiny: Path) -> Callable[..., RunFile]:
             "sample": {"prompts": ["a prompt"], "width": 128, "height": 128},
         }
         job = Job(**(wanted | keys))
-        run = RunFile(job=job, plan=PLAN, weights=weights_of(flux_tiny), volume=tmp_path)
+        run = RunFile(job=job, plan=PLAN, weights=make_weights(flux_tiny), volume=tmp_path)
         run.write(scan(job, volume).items)
         return run
 
@@ -252,7 +233,7 @@ def test_a_text_encoder_that_lacks_tensors_is_refused(flux_tiny: Path, tmp_path:
     from bootstrap.tensor_files import read_tensors, write_tensors
     from jobs.problem import JobError
 
-    weights = weights_of(flux_tiny)
+    weights = make_weights(flux_tiny)
     (tmp_path / "config.json").write_bytes((weights.clip / "config.json").read_bytes())
     tensors = read_tensors(weights.clip / "model.safetensors")
     tensors.popitem()

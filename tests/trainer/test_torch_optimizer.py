@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from prodigyopt import Prodigy
 
 from jobs.problem import JobError
-from tests.runs import PLAN, make_job, make_trained, make_world, shards_of
+from tests.runs import PLAN, equal, make_job, make_trained, make_world, rate, saved, shards_of, weights_in
 from trainer.make_optimizer import make_optimizer
-from trainer.optimizer import OptimizerStateError, SavedOptimizer
+from trainer.optimizer import OptimizerStateError
 from trainer.rounding import round_stochastically
 from trainer.torch_optimizer import TorchOptimizer
 from trainer.trained import Trained
@@ -42,10 +41,6 @@ def gradient(name: str, step: int) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(100 * len(name) + step))
 
 
-def rate(step: int) -> float:
-    return 1e-2 / (step + 1)
-
-
 def make(tensors: list[Trained], world: World, name: str, **keys: Any) -> TorchOptimizer:
     job = make_job(optimizer=name, **{"weight_decay": 0.02} | keys)
     optimizer = make_optimizer(tensors, job, PLAN, world)
@@ -64,34 +59,6 @@ def fill_gradients(optimizer: TorchOptimizer, step: int) -> None:
     for tensor in optimizer.tensors:
         rows = slice(tensor.first_row, tensor.first_row + tensor.weight.shape[0])
         tensor.parameter.grad = gradient(tensor.name, step)[rows].to(tensor.weight.dtype)
-
-
-def weights(optimizer: TorchOptimizer) -> dict[str, torch.Tensor]:
-    return {tensor.name: tensor.weight.clone() for tensor in optimizer.tensors}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def saved(*optimizers: TorchOptimizer) -> SavedOptimizer:
-    """What a state keeps: whole tensors in a file, and JSON."""
-    whole: dict[str, torch.Tensor] = {}
-    for optimizer in optimizers:
-        for piece in optimizer.pieces():
-            target = whole.setdefault(piece.name, torch.full(piece.shape, 77, dtype=piece.tensor.dtype))
-            if piece.shape:
-                target[piece.first_row : piece.first_row + piece.tensor.shape[0]] = piece.tensor
-            else:
-                target.copy_(piece.tensor)
-    scalars = json.loads(json.dumps(optimizers[0].scalars(), allow_nan=False))
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-
-    def read(name: str, first: int, last: int | None) -> torch.Tensor:
-        return whole[name][first:last].clone() if shapes[name] else whole[name].clone()
-
-    return SavedOptimizer(shapes, read, scalars)
 
 
 # ---------------------------------------------------------------- the arithmetic is torch's
@@ -123,13 +90,13 @@ def test_float32_weights_step_as_the_class_steps_them(name: str, world: World) -
     optimizer = make(make_trained(start()), world, name)
     assert optimizer.together
     train(optimizer)
-    assert equal(weights(optimizer), plain(name))
+    assert equal(weights_in(optimizer), plain(name))
 
 
 def test_the_jobs_arguments_reach_it(world: World) -> None:
     optimizer = make(make_trained(start()), world, "AdamW", optimizer_args={"betas": [0.5, 0.6]}, weight_decay=0.3)
     train(optimizer)
-    assert equal(weights(optimizer), plain("AdamW", betas=(0.5, 0.6), weight_decay=0.3))
+    assert equal(weights_in(optimizer), plain("AdamW", betas=(0.5, 0.6), weight_decay=0.3))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "torch.optim.SGD"])
@@ -145,7 +112,7 @@ def test_one_optimizer_or_one_for_each_tensor_is_the_same(name: str, dtype: torc
     one, each = make_one(True), make_one(False)
     train(one)
     train(each)
-    assert equal(weights(one), weights(each))
+    assert equal(weights_in(one), weights_in(each))
 
 
 def test_a_bf16_weight_is_stepped_in_float32_and_rounded_back_stochastically(world: World) -> None:
@@ -157,7 +124,7 @@ def test_a_bf16_weight_is_stepped_in_float32_and_rounded_back_stochastically(wor
         parameter.grad = gradient(name, 0).bfloat16().float()
         torch.optim.AdamW([parameter], lr=rate(0), weight_decay=0.02).step()
         expected = round_stochastically(parameter.detach(), name, seed=42, step=0, first=0)
-        assert torch.equal(weights(optimizer)[name], expected)
+        assert torch.equal(weights_in(optimizer)[name], expected)
 
 
 def test_weight_decay_is_only_given_to_those_that_know_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +149,7 @@ def test_a_tensor_without_a_gradient_stays(world: World) -> None:
         optimizer.begin_step(0, 1.0, torch.ones(()))
         optimizer.tensors[0].parameter.grad = gradient("a.weight", 0)
         optimizer.finish_step()
-        changed = {name for name, weight in weights(optimizer).items() if not torch.equal(weight, start()[name])}
+        changed = {name for name, weight in weights_in(optimizer).items() if not torch.equal(weight, start()[name])}
         assert changed == {"a.weight"}
         assert all(tensor.parameter.grad is None for tensor in optimizer.tensors)
 
@@ -195,18 +162,18 @@ def test_what_is_no_number_moves_nothing(name: str, dtype: torch.dtype, fused: b
         return
     optimizer = make(make_trained(start(dtype)), world, name, optimizer_args={"fused": True} if fused else {})
     train(optimizer, 0, 2)
-    before, kept = weights(optimizer), saved(optimizer)
+    before, kept = weights_in(optimizer), saved(optimizer)
     states = {name: kept.read(name, 0, None).clone() for name in kept.shapes}
     optimizer.begin_step(2, 1e-2, torch.zeros(()))  # a loss that is no number
     fill_gradients(optimizer, 2)
     optimizer.finish_step()
-    assert equal(weights(optimizer), before)
+    assert equal(weights_in(optimizer), before)
     assert optimizer.skipped.item() == 0
     optimizer.begin_step(2, 1e-2, torch.ones(()))
     fill_gradients(optimizer, 2)
     optimizer.tensors[0].parameter.grad.view(-1)[3] = torch.inf  # type: ignore[union-attr]
     optimizer.finish_step()
-    now, after = weights(optimizer), saved(optimizer)
+    now, after = weights_in(optimizer), saved(optimizer)
     assert optimizer.skipped.item() == 1
     first = optimizer.tensors[0].name
     assert torch.equal(now[first], before[first])
@@ -233,7 +200,7 @@ def test_the_rows_of_all_processes_are_the_whole_to_the_bit(size: int, world: Wo
     parts = [make(shards_of(start(torch.bfloat16), rank, size), world, "AdamW") for rank in range(size)]
     for part in parts:
         train(part)
-    assert equal({n: torch.cat([weights(part)[n] for part in parts]) for n in SHAPES}, weights(whole))
+    assert equal({n: torch.cat([weights_in(part)[n] for part in parts]) for n in SHAPES}, weights_in(whole))
     one, many = saved(whole), saved(*parts)
     assert one.shapes == many.shapes
     assert all(torch.equal(one.read(n, 0, None), many.read(n, 0, None)) for n in one.shapes)
@@ -246,7 +213,7 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them(world: World) -> None:
     sharded = make(shards_of(start(torch.bfloat16), 0, 1), world, "Adafactor")
     assert sharded.owners == dict.fromkeys(SHAPES, 0)
     train(sharded)
-    assert equal(weights(sharded), weights(whole))
+    assert equal(weights_in(sharded), weights_in(whole))
     assert saved(sharded).shapes == saved(whole).shapes
     again = make(shards_of(start(torch.bfloat16), 0, 1), world, "Adafactor")
     again.load(saved(sharded))
@@ -273,10 +240,10 @@ def test_going_on_from_a_state_is_not_noticed(name: str, dtype: torch.dtype, wor
     train(straight)
     first = make(make_trained(start(dtype)), world, name)
     train(first, 0, 3)
-    second = make(make_trained(weights(first)), world, name)
+    second = make(make_trained(weights_in(first)), world, name)
     second.load(saved(first))
     train(second, 3)
-    assert equal(weights(second), weights(straight))
+    assert equal(weights_in(second), weights_in(straight))
 
 
 def test_prodigys_estimate_goes_on(world: World) -> None:
@@ -290,7 +257,7 @@ def test_prodigys_estimate_goes_on(world: World) -> None:
     (kept,) = optimizer.scalars()["groups"].values()
     assert kept["d"] > 1e-6
     assert kept["k"] == STEPS
-    again = make(make_trained(weights(optimizer)), world, "Prodigy")
+    again = make(make_trained(weights_in(optimizer)), world, "Prodigy")
     again.load(saved(optimizer))
     assert again.parts[0][0].param_groups[0]["d"] == kept["d"]
 
@@ -302,12 +269,12 @@ def test_going_on_with_another_number_of_processes(before: int, after: int, worl
     first = [make(shards_of(start(torch.bfloat16), rank, before), world, "AdamW") for rank in range(before)]
     for part in first:
         train(part, 0, 3)
-    middle = {n: torch.cat([weights(part)[n] for part in first]) for n in SHAPES}
+    middle = {n: torch.cat([weights_in(part)[n] for part in first]) for n in SHAPES}
     second = [make(shards_of(middle, rank, after), world, "AdamW") for rank in range(after)]
     for part in second:
         part.load(saved(*first))
         train(part, 3)
-    assert equal({n: torch.cat([weights(part)[n] for part in second]) for n in SHAPES}, weights(straight))
+    assert equal({n: torch.cat([weights_in(part)[n] for part in second]) for n in SHAPES}, weights_in(straight))
 
 
 def test_a_plan_that_steps_in_backward_goes_on_from_one_that_does_not(world: World) -> None:
