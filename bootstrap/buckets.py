@@ -48,7 +48,8 @@ def crop_box(width: int, height: int, bucket: Size, focus: tuple[float, float] =
     seen_width, seen_height = min(width, bucket[0] / scale), min(height, bucket[1] / scale)
     left = min(max(focus[0] * width - seen_width / 2, 0.0), width - seen_width)
     top = min(max(focus[1] * height - seen_height / 2, 0.0), height - seen_height)
-    return left, top, left + seen_width, top + seen_height
+    # Not beyond the edges by a rounding: Pillow refuses such a box.
+    return left, top, min(left + seen_width, float(width)), min(top + seen_height, float(height))
 
 
 def shifted_crop_box(width: int, height: int, bucket: Size, across: float, down: float) -> Box:
@@ -56,7 +57,7 @@ def shifted_crop_box(width: int, height: int, bucket: Size, across: float, down:
     to bottom, each from 0 to 1."""
     left, top, right, bottom = crop_box(width, height, bucket, (0.0, 0.0))
     x, y = across * (width - right), down * (height - bottom)
-    return left + x, top + y, right + x, bottom + y
+    return left + x, top + y, min(right + x, float(width)), min(bottom + y, float(height))
 
 
 def cropped_away(width: int, height: int, bucket: Size) -> float:

@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +22,7 @@ from bootstrap.caption_lists import CaptionListError, is_list, list_key, read_li
 from bootstrap.captions import Sidecars, decode_text, dressed, has_wildcards, shown
 from bootstrap.folders import Folder, named_repeats, walk
 from bootstrap.images import ImageFacts
-from bootstrap.inspection import Remembered, look_at_all
+from bootstrap.inspection import AT_ONCE, Remembered, in_order, look_at_all
 from bootstrap.masks import ALPHA, MaskFolder, why_not
 from bootstrap.plan import DataSummary
 from bootstrap.remote import find_fetched, is_remote, shown_path
@@ -271,14 +272,14 @@ class _Entry:
     def _take(self, folder: Folder, facts: dict[str, ImageFacts]) -> None:
         """Adds the items of one folder, and notes the text files there that belong to none of them."""
         sidecars = Sidecars(folder.files)
-        claimed: set[str] = set()
+        files = {name: sidecar for name in facts if (sidecar := sidecars.of(name)) is not None}
+        claimed = self._caption_texts(folder, sorted(set(files.values())))
         for name, image in facts.items():
             self.images += 1
-            sidecar = sidecars.of(name)
+            sidecar = files.get(name)
             text = self.listed.pop(list_key(_below(folder, name)), "")
             if sidecar is not None:
-                claimed.add(sidecar)
-                text = self._caption_text(folder, sidecar)
+                text = claimed[sidecar]
             if sidecar is not None or text:
                 self.captions += 1
             else:
@@ -294,12 +295,17 @@ class _Entry:
                 if Path(name).stem in stems:
                     self.likely.append(_below(folder, name))
 
-    def _caption_text(self, folder: Folder, sidecar: str) -> str:
-        try:
-            text, note = decode_text(folder.read(sidecar))
-        except OSError as error:
-            self.problems.append(Problem(f"{_below(folder, sidecar)}: cannot be read ({error.strerror})", key=self.key))
+    def _caption_texts(self, folder: Folder, sidecars: Sequence[str]) -> dict[str, str]:
+        """The captions in files of one folder; read several at a time, since a network volume takes long for each."""
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="captions") as pool:
+            read = in_order(pool, lambda sidecar: _read(folder, sidecar), sidecars, 4 * AT_ONCE)
+            return {name: self._caption_text(folder, name, found) for name, found in zip(sidecars, read, strict=True)}
+
+    def _caption_text(self, folder: Folder, sidecar: str, found: bytes | OSError) -> str:
+        if isinstance(found, OSError):
+            self.problems.append(Problem(f"{_below(folder, sidecar)}: cannot be read ({found.strerror})", key=self.key))
             return ""
+        text, note = decode_text(found)
         if note:
             self.said[f"captions {note}"].append(_below(folder, sidecar))
         if not text:
@@ -402,6 +408,13 @@ class _Entry:
         empty = sum(1 for item in self.items if not dressed(item.caption, self.entry))
         if empty:
             self.notes.append(f"{empty} items are learned with an empty caption: write captions, a trigger or caption")
+
+
+def _read(folder: Folder, name: str) -> bytes | OSError:
+    try:
+        return folder.read(name)
+    except OSError as error:
+        return error
 
 
 def _below(folder: Folder, name: str) -> str:

@@ -34,7 +34,9 @@ def parse(text: str, wildcards: bool, multiline: bool) -> Parts:
         if len(lines) > 1:
             return (Choice(tuple(parse(line, wildcards, False) for line in lines)),)
         text = "".join(lines)
-    return _build(_tokens(text)[0]) if wildcards else (text,)
+    if not wildcards or not any(mark in text for mark in "{}\\"):
+        return (text,)
+    return _build(_tokens(text)[0])
 
 
 def unmatched(text: str) -> bool:

@@ -12,9 +12,8 @@ import errno
 import gc
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
@@ -30,6 +29,7 @@ from bootstrap.captions import shown
 from bootstrap.dataset import Item
 from bootstrap.images import ImageError, view
 from bootstrap.images import View as Seen
+from bootstrap.inspection import in_order
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG
 from bootstrap.pictures import read_item
 from bootstrap.run_file import RunFile
@@ -46,7 +46,6 @@ PIXELS_AT_ONCE = 1024 * 1024
 PROGRESS_SECONDS = 2.0
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 class TextEncoders:
@@ -230,7 +229,7 @@ def _read_ahead(
     threads, volume = max(1, run.plan.threads), Volume(run.volume)
     with ThreadPoolExecutor(threads) as pool:
         try:
-            read_ahead = _ahead(pool, lambda crops: read(list(crops.values()), volume), pictures, 2 * threads)
+            read_ahead = in_order(pool, lambda crops: read(list(crops.values()), volume), pictures, 2 * threads)
             yield (
                 (key, crop.item, tensor)
                 for crops, found in zip(pictures, read_ahead, strict=True)
@@ -243,17 +242,6 @@ def _read_ahead(
 def _require_finite(tensors: Mapping[str, torch.Tensor], owner: str) -> None:
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise JobError([Problem(f"{owner}: encoding it gives numbers that are not finite", "Check the base's files")])
-
-
-def _ahead(pool: ThreadPoolExecutor, function: Callable[[T], R], things: Iterable[T], depth: int) -> Iterator[R]:
-    """``function`` of each thing in order, computed up to ``depth`` things ahead: no more results are held."""
-    waiting: deque[Future[R]] = deque()
-    for thing in things:
-        waiting.append(pool.submit(function, thing))
-        if len(waiting) > depth:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 def encode_part(run: RunFile, part: int, parts: int) -> None:

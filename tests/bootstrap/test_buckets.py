@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.buckets import MAX_STRETCH, bucket_of, crop_box, cropped_away
+from bootstrap.buckets import MAX_STRETCH, bucket_of, crop_box, cropped_away, shifted_crop_box
 
 SIDES = st.integers(1, 8000)
 RESOLUTIONS = st.integers(4, 128).map(lambda n: 16 * n)
@@ -83,3 +83,33 @@ def test_the_crop_is_central_and_of_the_buckets_shape(width: int, height: int, b
     assert math.isclose((right - left) * bucket[1], (bottom - top) * bucket[0], rel_tol=1e-9)
     assert math.isclose(right - left, width, rel_tol=1e-9) or math.isclose(bottom - top, height, rel_tol=1e-9)
     assert -1e-9 <= cropped_away(width, height, bucket) < 1
+
+
+BUCKETS = st.tuples(st.integers(1, 64), st.integers(1, 64)).map(lambda sides: (16 * sides[0], 16 * sides[1]))
+SHARES = st.floats(0, 1)
+
+
+@given(SIDES, SIDES, BUCKETS, SHARES, SHARES)
+def test_a_crop_is_as_near_to_its_focus_as_the_edges_let_it_be(
+    width: int, height: int, bucket: tuple[int, int], x: float, y: float
+) -> None:
+    left, top, right, bottom = crop_box(width, height, bucket, (x, y))
+    centre = crop_box(width, height, bucket)
+    assert math.isclose(right - left, centre[2] - centre[0], abs_tol=1e-6)
+    assert math.isclose(bottom - top, centre[3] - centre[1], abs_tol=1e-6)
+    for near, far, size, share in ((left, right, width, x), (top, bottom, height, y)):
+        assert 0 <= near <= far <= size, "Pillow refuses a box that is a rounding too large"
+        middle = (near + far) / 2
+        if middle < share * size - 1e-6:
+            assert math.isclose(far, size, abs_tol=1e-6)
+        elif middle > share * size + 1e-6:
+            assert math.isclose(near, 0, abs_tol=1e-6)
+
+
+@given(SIDES, SIDES, BUCKETS, SHARES, SHARES)
+def test_a_shifted_crop_stays_inside(width: int, height: int, bucket: tuple[int, int], x: float, y: float) -> None:
+    left, top, right, bottom = shifted_crop_box(width, height, bucket, x, y)
+    assert 0 <= left <= right <= width
+    assert 0 <= top <= bottom <= height
+    assert math.isclose((right - left) * bucket[1], (bottom - top) * bucket[0], rel_tol=1e-9, abs_tol=1e-6)
+    assert shifted_crop_box(width, height, bucket, 0.5, 0.5) == pytest.approx(crop_box(width, height, bucket), abs=1e-6)
