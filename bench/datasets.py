@@ -31,10 +31,10 @@ LEAST_RATIO = 10  # first scan to second
 
 def make(volume: Path, images: int) -> None:
     """Pictures in kohya folders with captions, and one zip of them all."""
-    root = volume / "datasets" / "many"
+    root = volume / "datasets" / f"many-{images}"
     with ProcessPoolExecutor() as pool:
         list(pool.map(_make_one, [root] * images, range(images), chunksize=64))
-    target = volume / "datasets" / "many.zip"
+    target = root.with_name(f"{root.name}.zip")
     if not target.exists():
         part = target.with_suffix(".part")
         with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED) as archive:
@@ -102,7 +102,7 @@ def report(volume: Path, images: int) -> int:
     print(f"{images} pictures, {len(os.sched_getaffinity(0))} CPUs")
     print(f"{'scan':24}{'s':>8}{'CPU s':>8}{'images/s':>10}{'peak MB':>9}")
     wrong = []
-    for path in ("datasets/many", "datasets/many.zip"):
+    for path in (f"datasets/many-{images}", f"datasets/many-{images}.zip"):
         for known in (volume / "cache" / "pictures").glob("*.json"):
             known.unlink()
         first, second = measured(volume, path), measured(volume, path)

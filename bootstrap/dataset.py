@@ -72,6 +72,7 @@ class Part:
     buckets: int
     per_epoch: int  # images in an epoch, each resolution counted
     skipped: int  # pictures that cannot be used
+    fetched: bool = True  # False for a remote one of which nothing is known yet
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ class _Entry:
             buckets=len({item.bucket for item in self.items}),
             per_epoch=sum(repeats),
             skipped=self.skipped,
+            fetched=bool(self.items),
         )
 
     def _take(self, folder: Folder, facts: dict[str, ImageFacts]) -> None:
@@ -461,8 +463,10 @@ def _missing(written: str, path: Path, volume: Volume, key: str) -> Problem:
 def _no_images(written: str, root: Path, folders: Sequence[Folder], key: str) -> Problem:
     endings = Counter(Path(name).suffix.lower() or "no ending" for folder in folders for name in folder.files)
     there = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8)) or "no files at all"
+    zips = [folder.path / name for folder in folders for name in folder.files if name.lower().endswith(".zip")]
+    remedy = f"give the zip itself, such as path: {zips[0]}" if zips else "give the folder that holds them"
     return Problem(
         f"no images in {written!r} (looked through {root} and {len(folders) - 1} folders below it; found {there})",
-        "Put images there, or give the folder that holds them",
+        f"Put images there, or {remedy}",
         key,
     )

@@ -32,8 +32,10 @@ def _counts(part: Part) -> tuple[int, int, int]:
 
 
 def _row(part: Part) -> Sequence[str]:
+    path = part.path if len(part.path) <= 50 else f"...{part.path[-47:]}"
+    if not part.fetched:
+        return path, *["?"] * (len(COLUMNS) - 1)
     least, most = part.repeats
     repeats = str(least) if least == most else f"{least}-{most}"
-    path = part.path if len(part.path) <= 50 else f"...{part.path[-47:]}"
     captions = f"{part.captions}/{part.images}"
     return path, str(part.images), captions, repeats, str(part.buckets), str(part.per_epoch), str(part.skipped)

@@ -355,3 +355,10 @@ def test_masks_that_do_not_fit_are_all_named(volume: Volume, folder: Path) -> No
     (found_path,) = problems(job(entry | {"mask": "datasets/maks"}), volume)
     assert "datasets[0].mask: 'datasets/maks' does not exist" in found_path
     assert "Did you mean datasets/masks?" in found_path
+
+
+def test_a_zip_in_the_folder_is_named(volume: Volume, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "pictures.zip").write_bytes(b"PK")
+    (found,) = problems(job(), volume)
+    assert f"give the zip itself, such as path: {folder / 'pictures.zip'}" in found

@@ -25,6 +25,11 @@ def test_a_row_for_each_dataset_and_one_for_all() -> None:
     assert max(map(len, lines)) <= 120
 
 
+def test_what_is_yet_to_be_fetched_is_not_known() -> None:
+    part = Part("hf://datasets/a/b", 0, 0, (0, 0), 0, 0, 0, fetched=False)
+    assert render_data(Dataset((), 0, 0, (), (part,))).splitlines()[1].split() == ["hf://datasets/a/b", *"??????"]
+
+
 def test_one_dataset_is_all() -> None:
     lines = render_data(Dataset((item("a", (64, 64), 1),), 1, 0, (), (Part("d", 1, 0, (1, 1), 1, 1, 0),))).splitlines()
     assert len(lines) == 3
