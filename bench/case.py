@@ -23,7 +23,7 @@ from bootstrap.plan import DataSummary, make_plan
 from bootstrap.pod import read_pod
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume, write_json
-from bootstrap.wanted import wanted_crops, wanted_texts
+from bootstrap.wanted import Wanted
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from trainer.model import build_model
@@ -83,12 +83,13 @@ def write_cache(items: tuple[Item, ...], run: RunFile) -> None:
     """Latents and texts of the sizes and spreads of real ones."""
     generator = torch.Generator().manual_seed(0)
     shape = run.weights.shape
+    wanted = Wanted.of(run.job, run.plan, items, run.weights)
     with ShardWriter(run.cache) as writer:
-        for key, cropped in wanted_crops(run.job, items, run.weights).items():
+        for key, cropped in wanted.crops.items():
             width, height = cropped.item.bucket
             mean = torch.randn(16, height // 8, width // 8, generator=generator).mul(3).half()
             writer.add(key, {"mean": mean, "spread": torch.full_like(mean, 0.01)})
-        for key in wanted_texts(run.job, run.plan, items, run.weights):
+        for key in wanted.texts:
             embeds = torch.randn(TEXT_TOKENS, shape.text_size, generator=generator).mul(0.2).bfloat16()
             pooled = torch.randn(shape.pooled_size, generator=generator).bfloat16()
             mask = torch.ones(TEXT_TOKENS, dtype=torch.bool)

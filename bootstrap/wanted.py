@@ -131,10 +131,13 @@ class Wanted:
     texts: dict[str, Text]
     crops: dict[str, CroppedItem]
     masks: dict[str, CroppedItem]
+    drawn: bool = False  # the captions have more texts than the run shows images: only those it will draw are wanted
 
     @classmethod
     def of(cls, job: Job, plan: Plan, items: Sequence[Item], weights: Weights) -> Wanted:
-        return cls(wanted_texts(job, plan, items, weights), wanted_crops(job, items, weights), wanted_masks(job, items))
+        every = _every_text(job, items, most=max(len(items), plan.steps * job.images_per_step))
+        texts = _wanted_texts(job, weights, _drawn_texts(job, plan, items) if every is None else every)
+        return cls(texts, _wanted_crops(job, items, weights), _wanted_masks(job, items), drawn=every is None)
 
     def beyond(self, there: Container[str]) -> Wanted:
         """What is not there yet."""
@@ -142,7 +145,7 @@ class Wanted:
         crops, masks = (
             {key: crop for key, crop in crops.items() if key not in there} for crops in (self.crops, self.masks)
         )
-        return Wanted(texts, crops, masks)
+        return Wanted(texts, crops, masks, self.drawn)
 
     def __len__(self) -> int:
         return len(self.texts) + len(self.crops) + len(self.masks)
@@ -163,7 +166,7 @@ def _places(item: Item) -> int:
     return item.bucket[0] // 8 * (item.bucket[1] // 8)
 
 
-def wanted_crops(job: Job, items: Iterable[Item], weights: Weights) -> dict[str, CroppedItem]:
+def _wanted_crops(job: Job, items: Iterable[Item], weights: Weights) -> dict[str, CroppedItem]:
     """By key: every crop of every picture in every bucket, bucket by bucket; those of one picture come together."""
     crops: dict[str, CroppedItem] = {}
     for item in sorted(items, key=lambda item: item.bucket):
@@ -172,7 +175,7 @@ def wanted_crops(job: Job, items: Iterable[Item], weights: Weights) -> dict[str,
     return crops
 
 
-def wanted_masks(job: Job, items: Iterable[Item]) -> dict[str, CroppedItem]:
+def _wanted_masks(job: Job, items: Iterable[Item]) -> dict[str, CroppedItem]:
     """By key: the same of the pictures that have a mask."""
     masks: dict[str, CroppedItem] = {}
     for item in items:
@@ -182,28 +185,21 @@ def wanted_masks(job: Job, items: Iterable[Item]) -> dict[str, CroppedItem]:
     return masks
 
 
-def wanted_texts(job: Job, plan: Plan, items: Sequence[Item], weights: Weights) -> dict[str, Text]:
-    """By key: the texts of every caption, the empty one where captions are dropped, and the prompts of the samples.
+def _wanted_texts(job: Job, weights: Weights, training: Iterable[tuple[str, str]]) -> dict[str, Text]:
+    """By key: the texts of ``training``, each with whose it is, and the prompts of the samples.
 
-    Never more texts than the run shows images, or than there are captions. Prompts are encoded without T5's mask,
-    whatever the job trains with: samples are drawn as people will draw.
+    Prompts are encoded without T5's mask, whatever the job trains with: samples are drawn as people will draw.
     """
     texts: dict[str, Text] = {}
-    for text, owner in _training_texts(job, plan, items):
+    for text, owner in training:
         texts.setdefault(text_key(text, weights, job.t5_mask), Text(text, job.t5_mask, owner))
     for prompt in job.sample.prompts:
         texts.setdefault(text_key(prompt, weights, t5_mask=False), Text(prompt, False, f"the prompt {prompt!r}"))
     return texts
 
 
-def _training_texts(job: Job, plan: Plan, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
-    """Texts with whose they are."""
-    every = _every_text(job, items, most=max(len(items), plan.steps * job.images_per_step))
-    if every is not None:
-        yield from every
-        if any(_dropout(job, job.datasets[item.dataset]) > 0 for item in items):
-            yield "", EMPTY
-        return
+def _drawn_texts(job: Job, plan: Plan, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
+    """The text of every image at every step."""
     order = StepOrder(items, job, plan.steps_per_epoch)
     for step in range(plan.steps):
         for place, index in enumerate(order.step(step)):
@@ -226,4 +222,6 @@ def _every_text(job: Job, items: Sequence[Item], most: int) -> list[tuple[str, s
             found.setdefault(text, item.path)
         if len(found) > most:
             return None
+    if any(_dropout(job, job.datasets[item.dataset]) > 0 for item in items):
+        found.setdefault("", EMPTY)
     return list(found.items())

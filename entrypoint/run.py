@@ -358,7 +358,10 @@ def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
         for note in cache.notes:
             running.say(f"cache: {note}")
         cache.tidy()
-        missing = Wanted.of(run.job, run.plan, items, run.weights).beyond(cache)
+        wanted = Wanted.of(run.job, run.plan, items, run.weights)
+        missing = wanted.beyond(cache)
+    if wanted.drawn:
+        running.say("data: the captions have more texts than the run shows images; those that it will draw are cached")
     if not missing:
         running.say("cache: everything is there")
         return

@@ -174,7 +174,7 @@ def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.devi
     """Writes the outputs for ``texts`` (by key) to the cache in ``root``."""
     encoders = TextEncoders(weights, device)
     progress = _Progress(len(texts), "captions")
-    long = [text.owner for text in texts.values() if encoders.too_long(text.text)]
+    long = list(dict.fromkeys(text.owner for text in texts.values() if encoders.too_long(text.text)))
     if long:
         print(
             f"encoded up to {weights.text_tokens} T5 tokens only, {len(long)} long captions: {shown(long)}", flush=True

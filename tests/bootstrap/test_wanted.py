@@ -24,8 +24,6 @@ from bootstrap.wanted import (
     mask_key,
     text_at,
     text_key,
-    wanted_crops,
-    wanted_texts,
 )
 from bootstrap.weights import Weights
 from jobs.schema import DatasetEntry, Job
@@ -78,7 +76,7 @@ def test_a_name_a_caption_or_a_repeat_changes_no_latent() -> None:
 
 def test_same_names_share_nothing_and_same_pictures_share_all() -> None:
     items = (item("a.jpg", "1"), item("a.png", "2"), item("s1/a.jpg", "3"), item("s2/a.jpg", "3"))
-    assert [each.item.path for each in wanted_crops(make_job(), items, weights()).values()] == [
+    assert [each.item.path for each in Wanted.of(make_job(), PLAN, items, weights()).crops.values()] == [
         "a.jpg",
         "a.png",
         "s1/a.jpg",
@@ -133,7 +131,7 @@ def test_what_is_wanted() -> None:
     w = weights()
     items = (item("b", "1", "x"), item("c", "2", "x"), item("d", "1", "y"), item("a", "3", "x", (64, 64)))
     job = make_job(t5_mask=True, caption_dropout=0.1, sample={"prompts": ["x"]})
-    texts = wanted_texts(job, PLAN, items, w)
+    texts = Wanted.of(job, PLAN, items, w).texts
     assert [(text.text, text.t5_mask) for text in texts.values()] == [
         ("x", True),
         ("y", True),
@@ -141,13 +139,13 @@ def test_what_is_wanted() -> None:
         ("x", False),
     ]
     assert texts.keys() >= {text_key("", w, True), text_key("x", w, False)}
-    assert [each.item.path for each in wanted_crops(job, items, w).values()] == ["a", "b", "c"]
-    assert "" not in {text.text for text in wanted_texts(make_job(), PLAN, items, w).values()}
+    assert [each.item.path for each in Wanted.of(job, PLAN, items, w).crops.values()] == ["a", "b", "c"]
+    assert "" not in {text.text for text in Wanted.of(make_job(), PLAN, items, w).texts.values()}
 
 
 def test_a_change_of_one_caption_wants_one_text_more() -> None:
-    before = wanted_texts(make_job(), PLAN, (item("a", "1", "x"), item("b", "2", "y")), weights())
-    after = wanted_texts(make_job(), PLAN, (item("a", "1", "x"), item("b", "2", "z")), weights())
+    before = Wanted.of(make_job(), PLAN, (item("a", "1", "x"), item("b", "2", "y")), weights()).texts
+    after = Wanted.of(make_job(), PLAN, (item("a", "1", "x"), item("b", "2", "z")), weights()).texts
     assert [text.text for key, text in after.items() if key not in before] == ["z"]
 
 
@@ -171,22 +169,26 @@ def test_all_that_a_run_looks_at_is_wanted(
     job = make_job(method="lora", datasets=[dataset], steps=steps, seed=seed, images_per_step=3)
     items = tuple(item(f"{i}", f"{i:064x}", caption, repeats=1 + i) for i, caption in enumerate(captions))
     plan = plan_of(job, items)
-    texts, wanted = wanted_texts(job, plan, items, weights()), wanted_crops(job, items, weights())
+    wanted = Wanted.of(job, plan, items, weights())
     order = StepOrder(items, job, plan.steps_per_epoch)
     shown = [(step, place, items[i]) for step in range(steps) for place, i in enumerate(order.step(step))]
     for step, place, one in shown:
-        assert text_key(text_at(job, one, step, place), weights(), False) in texts
-        assert latent_key(one, crop_at(job, one, step, place), weights()) in wanted
-    assert len(texts) <= max(len(items), 3 * steps) + 1  # and the empty caption
+        assert text_key(text_at(job, one, step, place), weights(), False) in wanted.texts
+        assert latent_key(one, crop_at(job, one, step, place), weights()) in wanted.crops
+    assert len(wanted.texts) <= max(len(items), 3 * steps) + 1  # and the empty caption
 
 
 def test_where_there_are_more_texts_than_images_shown_only_those_drawn_are_wanted() -> None:
     job = make_job(datasets=[{"path": "d", "wildcards": True}], steps=10, images_per_step=2)
     items = tuple(item(f"{i}", f"{i}", f"{i} " + "{a|b|c|d}" * 6) for i in range(4))
-    assert 10 < len(wanted_texts(job, plan_of(job, items), items, weights())) <= 20
+    wanted = Wanted.of(job, plan_of(job, items), items, weights())
+    assert wanted.drawn
+    assert 10 < len(wanted.texts) <= 20
     few = make_job(datasets=[{"path": "d", "wildcards": True}], steps=1000, images_per_step=2)
     items = tuple(replace(each, caption="{a|b}{c|d}" + each.path) for each in items)
-    assert len(wanted_texts(few, plan_of(few, items), items, weights())) == 16
+    wanted = Wanted.of(few, plan_of(few, items), items, weights())
+    assert not wanted.drawn
+    assert len(wanted.texts) == 16
 
 
 def test_the_texts_of_a_run_come_with_the_probabilities_of_line_first_then_wildcard() -> None:

@@ -23,14 +23,17 @@ import pytest
 import torch
 
 from bootstrap.flux_tiny import SINGLE_FILE
-from bootstrap.outcome import Outcome
+from bootstrap.outcome import Outcome, PodError
 from bootstrap.processes import living, reap, start_time
 from bootstrap.state import State, list_states, read_state, verify
 from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import RunFolder, Volume, read_json
+from bootstrap.wanted import Text, Wanted
+from entrypoint.run import require_room
 from entrypoint.status import Status
 from tests.bases import lay_out_flux_dev
 from tests.loopback_hub import LoopbackHub, Repo
+from tests.runs import make_job, make_run
 from tests.training import JOB, fill_volume, read_metrics, shared_folder
 
 pytestmark = pytest.mark.timeout(900)  # four starts in one fixture, on a machine that may have other things to do
@@ -469,3 +472,21 @@ def test_a_refused_download_is_held_as_such(hub: LoopbackHub, tmp_path: Path, fl
     assert (status.phase, status.code) == ("held", 69)
     assert "HF_TOKEN" in status.message
     assert "Traceback" not in program.said()
+
+
+def test_a_cache_that_would_fill_the_volume_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, make_job(method="lora", resolution=[64, 128]))
+    texts = {f"{number}": Text("x", False, "a.png") for number in range(1000)}
+    missing = Wanted(texts, {}, {})
+    need = missing.bytes(run.weights)
+    require_room(missing, run, free=need)
+    with pytest.raises(PodError) as caught:
+        require_room(missing, run, free=need - 1)
+    for words in (
+        "1000 captions takes",
+        "GB free",
+        "fluxpod clean",
+        "fewer {a|b} and lines",
+        "train at one resolution",
+    ):
+        assert words in str(caught.value)
