@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 # Pictures hardly shrink, drawings as BMP may by 100; bombs promise a thousandfold and more. Small ones do no harm.
 MOST_SHRUNK = 200
-HARMLESS = 4_000_000_000  # bytes, unpacked
+HARMLESS = 1_000_000_000  # bytes, unpacked
 _UTF8_NAME = 0x800
 _ENCRYPTED = 0x1
 

@@ -23,9 +23,10 @@ from bootstrap.captions import Sidecars, decode_text, dressed, has_wildcards, sh
 from bootstrap.folders import Folder, named_repeats, walk
 from bootstrap.images import ImageFacts
 from bootstrap.inspection import AT_ONCE, Remembered, in_order, look_at_all
+from bootstrap.links import LinkError
 from bootstrap.masks import ALPHA, MaskFolder, why_not
 from bootstrap.plan import DataSummary
-from bootstrap.remote import find_fetched, is_remote, shown_path
+from bootstrap.remote import address_of, find_fetched, is_remote, shown_path
 from bootstrap.volume import Volume
 from bootstrap.wildcards import unmatched
 from jobs.problem import JobError, Problem
@@ -143,6 +144,11 @@ class _Entry:
 
     def read(self) -> None:
         if is_remote(self.entry.path):
+            try:
+                address_of(self.entry.path)
+            except LinkError as error:
+                self.problems.append(Problem(f"{shown_path(self.entry.path)} {error}", key=f"{self.key}.path"))
+                return
             fetched = find_fetched(self.entry.path, self.volume)
             if fetched is None:
                 self.notes.append("is fetched when the job runs; what it holds is not known yet")

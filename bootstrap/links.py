@@ -36,7 +36,7 @@ def direct(link: str) -> str:
 
 def _drive(parts: SplitResult) -> str:
     if "/folders/" in parts.path:
-        raise LinkError("a Google Drive folder cannot be fetched as one file: pack it as a zip and share that")
+        raise LinkError("is a Google Drive folder, which is no one file: pack it as a zip and share that")
     file = _DRIVE_FILE.match(parts.path)
     name = file[1] if file else dict(parse_qsl(parts.query)).get("id")
     if not name:

@@ -51,7 +51,18 @@ def shown_path(path: str) -> str:
 def parse_hub(path: str) -> HubDataset | None:
     """``hf://datasets/owner/name[@revision][/folder or file]``; None for what is not that."""
     found = re.fullmatch(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", path)
+    if found and ".." in (found[3] or "").split("/"):
+        return None
     return HubDataset(found[1], found[2] or "main", (found[3] or "").strip("/")) if found else None
+
+
+def address_of(path: str) -> str:
+    """Where the bytes of a linked dataset are; "" for one of the hub. Raises LinkError for what can be neither."""
+    if parse_hub(path):
+        return ""
+    if not re.match(r"https?://[^/\s]", path):
+        raise LinkError("is no address of a dataset: write https://... or hf://datasets/owner/name")
+    return direct(path)
 
 
 def find_fetched(path: str, volume: Volume) -> Path | None:
@@ -79,14 +90,11 @@ def fetch_datasets(job: Job, volume: Volume, token: str | None, say: Say) -> Non
 def _fetch(path: str, key: str, volume: Volume, token: str | None, say: Say) -> None:
     if hub := parse_hub(path):
         _fetch_hub(hub, key, volume, token, say)
-    elif re.match(r"https?://", path):
-        try:
-            _fetch_link(path, volume, say)
-        except LinkError as error:
-            raise JobError([Problem(f"{shown_address(path)}: {error}", key=key)]) from None
-    else:
-        remedy = "Write a folder or zip on the volume, https://..., or hf://datasets/owner/name"
-        raise JobError([Problem(f"{path!r} is no address of a dataset", remedy, key)])
+        return
+    try:
+        _fetch_link(path, volume, say)
+    except LinkError as error:
+        raise JobError([Problem(f"{shown_address(path)} {error}", key=key)]) from None
 
 
 # ---- links
@@ -101,7 +109,7 @@ def _fetch_link(link: str, volume: Volume, say: Say) -> None:
     from bootstrap.download import fetch_url
 
     record = _record(link, volume)
-    address = direct(link)
+    address = address_of(link)
     say(f"data: fetching {shown_address(link)}")
     arrived = fetch_url(address, record.with_suffix(".arrived"), volume.root, say, most=MOST_BYTES)
     try:

@@ -346,7 +346,9 @@ def changed_settings(run_file: Path, job: Job) -> list[str]:
     changed = [key for key in now if before.get(key) != now[key]]
     # Addresses are as good as passwords.
     return [
-        "changed: notify" if key == "notify" else f"changed: {key} was {before.get(key)}, is now {now[key]}"
+        f"changed: {key}"
+        if key in ("notify", "datasets")
+        else f"changed: {key} was {before.get(key)}, is now {now[key]}"
         for key in changed
     ]
 

@@ -152,10 +152,12 @@ def test_a_zip_that_is_too_large_is_not_fetched(
 def test_an_address_that_is_not_there(volume: Volume, share: Share) -> None:
     with pytest.raises(AccessError, match="is not there"):
         fetch_datasets(job(f"{share.address}/none.zip"), volume, None, lambda line: None)
-    with pytest.raises(JobError, match="is no address of a dataset"):
-        fetch_datasets(job("s3://bucket/set.zip"), volume, None, lambda line: None)
-    with pytest.raises(JobError, match="pack it as a zip"):
-        fetch_datasets(job("https://drive.google.com/drive/folders/1a"), volume, None, lambda line: None)
+    wrong = {"s3://bucket/set.zip": "is no address", "https://drive.google.com/drive/folders/1a": "pack it as a zip"}
+    for path, words in wrong.items():
+        with pytest.raises(JobError, match=words):
+            fetch_datasets(job(path), volume, None, lambda line: None)
+        with pytest.raises(JobError, match=words):
+            scan(job(path), volume)
 
 
 # ---------------------------------------------------------------- the hub
@@ -282,6 +284,7 @@ def test_what_is_wanted() -> None:
         ("hf://datasets/me/set@v1.0/train/a b/", ("me/set", "v1.0", "train/a b")),
         ("hf://models/me/set", None),
         ("hf://datasets/me", None),
+        ("hf://datasets/me/set/../../x", None),
     ],
 )
 def test_hub_addresses(path: str, expected: tuple[str, str, str] | None) -> None:
