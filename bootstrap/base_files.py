@@ -104,6 +104,19 @@ def read_entries(paths: Iterable[Path], key: str = "base") -> dict[str, TensorEn
     return entries
 
 
+def is_readable(path: Path) -> bool:
+    """Whether a file is what its ending says, as far as that shows without reading it all."""
+    if path.suffix == ".json":
+        return read_json(path) is not None
+    if path.suffix != ".safetensors":
+        return path.is_file()
+    try:
+        read_entries([path])
+    except JobError:
+        return False
+    return True
+
+
 def compare(
     path: Path,
     entries: Mapping[str, TensorEntry],

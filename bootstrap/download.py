@@ -26,7 +26,7 @@ from bootstrap.hub import RemoteFile
 from bootstrap.lease import STALE, HeldLease, LeaseTakenError, LeaseWatch
 from bootstrap.manifest import MANIFEST, KnownFile, Manifest, find_fetched, modified, repo_folder, size_of, whole
 from bootstrap.outcome import AccessError, PodError
-from bootstrap.receive import Order, VolumeError, hash_file
+from bootstrap.receive import XET, Order, VolumeError, hash_file
 from bootstrap.transfers import MAKE_ROOM, Attend, Patience, Say, Transfers
 from bootstrap.volume import flush_folder
 from bootstrap.volume_probe import room
@@ -302,7 +302,7 @@ def _own_part(target: Path, owner: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{owner[:8]}.part")
     left = sorted(target.parent.glob(f".{glob.escape(target.name)}.*.part"), key=size_of)
-    for path in left[:-1]:
+    for path in (*left[:-1], *target.parent.glob(f".{glob.escape(target.name)}.*.part{XET}")):
         path.unlink(missing_ok=True)
     if left and left[-1] != part:
         with suppress(FileNotFoundError):

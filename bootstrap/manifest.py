@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bootstrap.volume import read_json, write_json
 
 MANIFEST = "manifest.json"
+DOUBTED = -1  # a time that no file has
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Manifest:
             for path, file in self.files.items()
             if file.modified and size_of(folder / path) == file.size and modified(folder / path) != file.modified
         ]
+
+    def doubt(self, folder: Path, paths: Iterable[str]) -> None:
+        """Notes that these files must be read and compared before they are used again, whatever their times say."""
+        files = {path: replace(file, modified=DOUBTED) if path in paths else file for path, file in self.files.items()}
+        replace(self, files=files).write(folder)
 
     def means(self, revision: str) -> bool:
         return revision in self.revisions or revision == self.commit

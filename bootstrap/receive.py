@@ -41,6 +41,7 @@ FLUSH_EVERY = 256 * 1024 * 1024  # bytes: the disk works while the wire does, an
 TELL_EVERY = 64 * 1024 * 1024  # bytes hashed between two signs of life
 TELL_SECONDS = 0.2  # between two lines about bytes
 QUIET_LIMIT = 15.0  # seconds without a byte, after which the connection is given up and opened anew
+XET = ".xet"  # after the name of a partial file
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Tell = Callable[..., None]
@@ -355,10 +356,10 @@ class _XetBar:
 
 
 def _by_xet(order: Order, xet: Any, headers: dict[str, str], tell: Tell) -> str:
-    """Xet writes its parts in any order, so that nothing of a broken transfer can be gone on with."""
+    """Xet writes its parts in any order: nothing of a broken transfer can be gone on with, so it has another name."""
     from huggingface_hub.file_download import xet_get
 
-    part = Path(order.part)
+    part = Path(f"{order.part}{XET}")
     part.unlink(missing_ok=True)
     xet_get(incomplete_path=part, xet_file_data=xet, headers=headers, expected_size=order.size, _tqdm_bar=_XetBar(tell))
     sha256 = hash_file(part, order, tell)
@@ -368,6 +369,7 @@ def _by_xet(order: Order, xet: Any, headers: dict[str, str], tell: Tell) -> str:
     tell(flushing=True)
     with _on_volume(), part.open("rb+") as file:
         os.fsync(file.fileno())
+        part.replace(order.part)
     return sha256
 
 
@@ -402,7 +404,9 @@ def _told(error: Exception, request: dict[str, Any], token: str | None) -> dict[
         if "path" in what
         else what["repo"]
     )
-    explained = None if what.get("url") else hub.explain(error, what["repo"], what.get("revision", ""), token)
+    explained = (
+        None if what.get("url") else hub.explain(error, what["repo"], what.get("revision") or what["commit"], token)
+    )
     if explained:
         kind, message = "passing" if hub.is_passing(error) else "access", explained
     elif isinstance(error, urllib.error.HTTPError) and what.get("url"):

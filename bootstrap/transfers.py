@@ -248,8 +248,7 @@ class Transfers:
         if event.get("total") and not task.size:
             self._enough(event["total"] - task.held)
             task.size = event["total"]
-        if "bytes" in event or "checked" in event:
-            task.held = event.get("bytes", event.get("checked", 0))
+        task.held = event.get("bytes", task.held)
         if "done" in event or "listed" in event:
             task.held, task.answer = task.size, event
         return event if "failed" in event else None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from bootstrap.base_files import (
     check_parts,
     compare,
+    is_readable,
     layout_of,
     model_folder,
     needed_file,
@@ -30,7 +31,7 @@ from bootstrap.base_files import (
 from bootstrap.bases import EMBEDDED, HUB, Base, parse_base, scheduler_settings, wrong
 from bootstrap.download import fetch_repo
 from bootstrap.flux_shape import FluxShape
-from bootstrap.manifest import find_fetched
+from bootstrap.manifest import Manifest, find_fetched
 from bootstrap.parts import Part
 from bootstrap.single_files import part_folder, tokenizer_for
 from bootstrap.transfers import Say
@@ -96,15 +97,31 @@ def fetch_weights(job: Job, volume: Volume, token: str | None, progress: Say) ->
     if job.vae or job.text_encoders:
         key = "vae" if job.vae else "text_encoders"
         raise wrong(key, f"has no effect: {job.base} brings its own", f"Delete {key}")
-    sums: Mapping[str, str] = {}
     if base.kind == "hub":
-        folder, manifest = fetch_repo(base.repo, base.revision, volume.models, token, progress)
-        sums = {path: file.sha256 for path, file in manifest.files.items() if file.sha256}
-        return _of_folder(folder, manifest.commit, sums, volume, progress)
+        return _of_hub(base, volume, token, progress)
     assert base.path is not None
     if base.kind == "embedded" and not base.path.is_dir():
         _make_embedded(base, progress)
-    return _of_folder(base.path, "", sums, volume, progress)
+    return _of_folder(base.path, "", {}, volume, progress)
+
+
+def _of_hub(base: Base, volume: Volume, token: str | None, progress: Say) -> Weights:
+    """Of a fetched folder; files in it that were damaged since are fetched anew."""
+    folder, manifest = fetch_repo(base.repo, base.revision, volume.models, token, progress)
+    try:
+        return _of_fetched(folder, manifest, volume, progress)
+    except JobError:
+        damaged = [path for path in manifest.files if not is_readable(folder / path)]
+        if not damaged:
+            raise
+    manifest.doubt(folder, damaged)
+    folder, manifest = fetch_repo(base.repo, base.revision, volume.models, token, progress)
+    return _of_fetched(folder, manifest, volume, progress)
+
+
+def _of_fetched(folder: Path, manifest: Manifest, volume: Volume, progress: Say) -> Weights:
+    sums = {path: file.sha256 for path, file in manifest.files.items() if file.sha256}
+    return _of_folder(folder, manifest.commit, sums, volume, progress)
 
 
 def _make_embedded(base: Base, progress: Say) -> None:

@@ -267,13 +267,13 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     pod = examine(job, pod, facts, volume, running.say, running.stop, download=to_be_fetched(job.base, volume))
     # The data first: what is wrong with them should not come out after an hour of fetching weights.
     running.preparing("data: looking through the pictures")
-    fetch_datasets(job, volume, os.environ.get("HF_TOKEN"), running.say)
+    fetch_datasets(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
     dataset = scan(job, volume, running.say, remember=True)
     for note in dataset.notes:
         running.say(f"data: {note}")
     running.say(render_data(dataset))
     running.preparing(f"weights: {job.base}")
-    weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.say)
+    weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
     plan = make_plan(job, pod, weights.shape, dataset.summary())
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)

@@ -28,7 +28,7 @@ from pathlib import Path
 from bootstrap import transfers
 from bootstrap.download import fetch_repo
 from bootstrap.outcome import AccessError
-transfers.LARGE, transfers.AT_ONCE = 100_000, 2  # two transfers side by side
+transfers.LARGE, transfers.AT_ONCE = 100_000, int(sys.argv[2])  # so many transfers side by side
 patience = transfers.Patience(stall=4, waits=(0.05, 0.1, 0.2))
 try:
     fetch_repo({REPO!r}, "main", Path(sys.argv[1]), None, print, patience, choose=lambda repo, files: files)
@@ -92,12 +92,16 @@ def test_a_trial(seed: int, hub: LoopbackHub, content: dict[str, bytes], tmp_pat
     chance = random.Random(seed)
     for fault, times in draw_faults(chance):
         hub.fail(fault, times)
+    at_once = str(chance.choice((1, 1, 2)))
     kills, models = chance.randint(0, 3), tmp_path / "models"
     for _ in range(ROUNDS):
         before = set(named(models))
         hub.requests.clear()
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(models)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", PROGRAM, str(models), at_once],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         if kills:
             kills -= 1

@@ -143,6 +143,23 @@ def test_from_the_hub(hub: LoopbackHub, volume: Volume, flux_tiny: Path) -> None
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("path", [SHARD, "vae/config.json"])
+def test_a_fetched_file_that_was_damaged_in_place_is_fetched_again(
+    path: str, hub: LoopbackHub, volume: Volume, flux_tiny: Path
+) -> None:
+    """As a disk does it: size and time are as they were."""
+    hub.repos["painter/flux"] = Repo(flux_tiny)
+    weights = fetch(volume, "painter/flux")
+    damaged = volume.models / "painter--flux" / weights.revision / path
+    times = damaged.stat().st_mtime_ns
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    os.utime(damaged, ns=(times, times))
+    hub.requests.clear()
+    assert fetch(volume, "painter/flux") == weights
+    assert damaged.read_bytes() == (flux_tiny / path).read_bytes()
+    assert len([request for request in hub.requests if request.startswith("HEAD ")]) == 1
+
+
 def test_a_hub_that_refuses(hub: LoopbackHub, volume: Volume) -> None:
     with pytest.raises(AccessError, match="nobody/nothing is not on the hub"):
         fetch(volume, "nobody/nothing")
