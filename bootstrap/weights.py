@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -38,6 +39,7 @@ from bootstrap.transfers import Say
 from bootstrap.volume import Volume, read_json, write_json
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
+from jobs.secret import is_secret
 
 TEXT_TOKENS = {True: 512, False: 256}  # by guidance: what FLUX.1-dev and -schnell were trained with
 ENDS = 1 << 20  # bytes at each end of a file that its fingerprint covers
@@ -130,7 +132,8 @@ def _make_embedded(base: Base, progress: Say) -> None:
     command = [sys.executable, "-m", "bootstrap.flux_tiny", str(base.path)]
     if not EMBEDDED[base.name].guidance:
         command.append("--schnell")
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if made.returncode and not (base.path and base.path.is_dir()):  # another process may have been first
         raise RuntimeError(f"{base.name} was not made: {made.stderr.strip()[-500:]}")
 

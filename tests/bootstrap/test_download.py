@@ -323,7 +323,7 @@ def test_a_lease_that_another_pod_took_ends_the_fetch_and_waits(
     fetch_repo(REPO, "main", whole_models, None, print, AT_ONCE)
     monkeypatch.setattr("bootstrap.lease.RENEW", 0.1)
     monkeypatch.setattr(HeldLease.__init__, "__defaults__", (*HeldLease.__init__.__defaults__[:-1], 0.1))  # type: ignore[index]
-    served.fail(Fault("GET /cdn/", stall=30))
+    served.fail(Fault("GET /cdn/", rate=1000))
     home, lines = tmp_path / "models" / "painter--flux", list[str]()
 
     def hear(line: str) -> None:
