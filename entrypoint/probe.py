@@ -50,7 +50,7 @@ from jobs.secret import is_secret
 
 START_SECONDS = 90.0  # for a child to import torch: 5 s, or a minute from the cold disk of a new pod
 CARDS_SECONDS = 35.0  # for all parts of the cards, which are measured at the same time
-LINKS_SECONDS = 15.0  # for the ways between them, with P2P and again without; NCCL needs half of it to start
+LINKS_SECONDS = 25.0  # for the ways between them, with P2P and again without; NCCL on 8 GPUs needs 10 of it to start
 WITNESS_SECONDS = 45.0  # for torch to list the GPUs where nvidia-smi does not
 NORMAL_VOLUME = 200e6  # bytes/s; network volumes are sold with 200 to 400 MB/s
 MANY = 1 << 30  # GPUs
