@@ -142,22 +142,27 @@ class _Entry:
     def key(self) -> str:
         return f"datasets[{self.index}]"
 
-    def read(self) -> None:
-        if is_remote(self.entry.path):
-            try:
-                address_of(self.entry.path)
-            except LinkError as error:
-                self.problems.append(Problem(f"{shown_path(self.entry.path)} {error}", key=f"{self.key}.path"))
-                return
-            fetched = find_fetched(self.entry.path, self.volume)
-            if fetched is None:
-                self.notes.append("is fetched when the job runs; what it holds is not known yet")
-                return
-            root = fetched
-        else:
+    def _root(self) -> Path | None:
+        """The folder or zip of this dataset; None where it is not there, which is told."""
+        if not is_remote(self.entry.path):
             root = self.volume.resolve(self.entry.path)
-        if not root.is_dir() and not is_zip(root):
+            if root.is_dir() or is_zip(root):
+                return root
             self.problems.append(_missing(self.entry.path, root, self.volume, f"{self.key}.path"))
+            return None
+        try:
+            address_of(self.entry.path)
+        except LinkError as error:
+            self.problems.append(Problem(f"{shown_path(self.entry.path)} {error}", key=f"{self.key}.path"))
+            return None
+        fetched = find_fetched(self.entry.path, self.volume)
+        if fetched is None:
+            self.notes.append("is fetched when the job runs; what it holds is not known yet")
+        return fetched
+
+    def read(self) -> None:
+        root = self._root()
+        if root is None:
             return
         try:
             tree = walk(root)
