@@ -35,7 +35,7 @@ NCCL = int(0.7 * GIB)  # buffers of a communicator, with more than one process
 ACTIVATION = 36.6  # bytes kept for the backward pass per token, width and block, compiled (above)
 EAGER = 1.4  # not compiled, more of them: norms, gates and GELU inputs are kept apart. Not measured
 UPDATE_COPIES = 2  # 32-bit copies of the one tensor being updated, weight and gradient, where no fused kernel does it
-STATE_SLOTS = 3  # blocks whose streamed states are on the GPU at a time (trainer/streamed.py)
+SLOTS = 3  # blocks whose streamed states, or weights, are on the GPU at a time (trainer/ring.py)
 GATHERED_BLOCKS = 3  # sharded: the block at work, the next one under way, the last one not yet given back
 VAE = int(0.2 * GIB)  # 84 M parameters, in bf16
 DECODE = 3 * GIB / 2**20  # bytes per pixel while the VAE decodes a sample. Not measured here; 2.5 to 3 GiB at 1024 px
@@ -94,6 +94,7 @@ class Arrangement:
     compiled: bool
     in_backward: bool
     states_on_host: bool
+    streamed: int  # blocks whose weights are on the host too
 
 
 @dataclass(frozen=True)
@@ -218,10 +219,12 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         if not way.in_backward or way.passes > 1:
             gradients += BF16 * work.trained // parts
         copies = 0 if work.fused else UPDATE_COPIES * FP32 * work.largest
-        slots = STATE_SLOTS * work.optimizer * work.shape.block_parameters() // work.trained
+        slots = SLOTS * work.optimizer * work.shape.block_parameters() // work.trained
         optimizer = (copies + (slots if way.states_on_host else work.optimizer)) // parts
     outside = CONTEXT + (NCCL if way.processes > 1 else 0)
     drawing = VAE + int(work.sample_pixels * DECODE) if work.sample_pixels else 0
+    if way.streamed:
+        whole += SLOTS * block - streamed_bytes(work, way.streamed)
     return Memory(
         weights=whole // parts + gathered,
         gradients=gradients,
@@ -230,6 +233,12 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         outside=outside,
         drawing=drawing,
     )
+
+
+def streamed_bytes(work: Work, count: int) -> int:
+    """Of the weights of ``count`` blocks, spread evenly over all (trainer/streamed.py)."""
+    sizes = work.shape.parameters_of_blocks()
+    return BF16 * sum(sizes[(2 * i + 1) * len(sizes) // (2 * count)] for i in range(count))
 
 
 def activation_bytes(work: Work, way: Arrangement) -> int:
@@ -265,8 +274,10 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
     moved += (way.passes - 1) * 3 * (FP32 if work.lora else BF16) * work.trained
     update = moved / parts / (gpu.bandwidth * 1e9) * (1 if work.lora else UPDATE_SLOWDOWN)
     if way.states_on_host:
-        link = HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK
-        waiting += max(0.0, work.optimizer / parts / (link * 1e9) - forward * backward - update)
+        link = (HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK) * 1e9
+        weights = streamed_bytes(work, way.streamed)
+        waiting += max(0.0, weights / link - forward)
+        waiting += max(0.0, (work.optimizer / parts + weights) / link - forward * backward - update)
     return compute + update + waiting
 
 

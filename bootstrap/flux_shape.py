@@ -124,6 +124,13 @@ class FluxShape:
         """Transformer blocks of both kinds."""
         return self.double_blocks + self.single_blocks
 
+    def parameters_of_blocks(self) -> tuple[int, ...]:
+        """Parameters of each transformer block, in the model's order."""
+        tensors = self.tensors().items()
+        double = sum(math.prod(s) for n, s in tensors if n.startswith("transformer_blocks.0."))
+        single = sum(math.prod(s) for n, s in tensors if n.startswith("single_transformer_blocks.0."))
+        return (double,) * self.double_blocks + (single,) * self.single_blocks
+
     def block_parameters(self) -> int:
         """Parameters of the largest block, a double one: what sharded training gathers at a time."""
         return sum(math.prod(s) for n, s in self.tensors().items() if n.startswith("transformer_blocks.0."))

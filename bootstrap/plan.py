@@ -60,6 +60,7 @@ class Plan:
     compile: bool
     optimizer_in_backward: bool
     optimizer_states: Literal["device", "host"]
+    streamed_blocks: int  # blocks whose weights too lie on the host, spread evenly
     threads: int  # CPU threads per process
     workers: int  # data loading threads per training process
     steps: int
@@ -130,6 +131,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         compile=way.compiled,
         optimizer_in_backward=way.in_backward,
         optimizer_states="host" if way.states_on_host else "device",
+        streamed_blocks=way.streamed,
         threads=threads,
         workers=workers,
         steps=steps,
@@ -241,6 +243,7 @@ def _way_of(plan: Plan) -> Arrangement:
         compiled=plan.compile,
         in_backward=plan.optimizer_in_backward,
         states_on_host=plan.optimizer_states == "host",
+        streamed=plan.streamed_blocks,
     )
 
 
@@ -314,7 +317,7 @@ def _warn_pod(pod: Pod, work: Work, way: Arrangement, plan: Plan) -> list[str]:
         )
     if plan.device == "cpu":
         return warnings
-    need = host_memory(work, way.processes, way.states_on_host)
+    need = host_memory(work, way.processes, way.states_on_host, way.streamed)
     if 0 < pod.memory < need:
         warnings.append(
             f"{plan.processes} process{'es' if plan.processes > 1 else ''} will need about {in_gib(need)} of RAM; this "

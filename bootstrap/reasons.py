@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bootstrap.estimate import Arrangement, Work, decimal, in_gib
+from bootstrap.estimate import Arrangement, Work, decimal, in_gib, streamed_bytes
 from bootstrap.pod import Gpu, Pod
 from bootstrap.ways import needs_whole_model, peak_of, usable_memory
 from jobs.schema import Job
@@ -62,7 +62,12 @@ def explain(
     reason = "a fifth faster; the first step takes a minute or more" if gpus else "only pays on a GPU"
     choices.append(Choice("compile", _on(way.compiled), told("compile", reason)))
     choices.append(_explain_update(job, way, told))
-    return [*choices, _explain_states(job, work, way, told, instead)]
+    choices.append(_explain_states(job, work, way, told, instead))
+    if way.streamed:
+        size = decimal(streamed_bytes(work, way.streamed))
+        reason = f"{size} of them, brought block by block; on the device {instead(streamed=0)}"
+        choices.append(Choice("weights", f"{way.streamed} of {blocks} blocks on host", reason))
+    return choices
 
 
 def _explain_sharding(job: Job, way: Arrangement) -> Choice:

@@ -23,7 +23,7 @@ from jobs.schema import Job
 
 ACCUMULATION_COST = 1.05  # several passes must be this much faster than one: bf16 sums of gradients lose digits
 ANY_MEMORY = 1 << 60
-CHECKPOINTING_GRADES = 14  # numbers of checkpointed blocks that are tried: steps of 2 GiB at 1024 px
+GRADE = 4  # blocks by which more are checkpointed or streamed: about 2 GiB
 UNKNOWN_GPU = GpuModel("", "", 0, 100, 800, (8, 0))  # only to compare ways on a card that the table lacks
 
 
@@ -200,9 +200,9 @@ def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room:
     fitting = [way for way in _ways(job, pod, work, processes) if peak_of(work, way) <= room]
     share = max(split_images(job.images_per_step, processes))
 
-    def cost(way: Arrangement) -> tuple[bool, float, int, int, bool]:
+    def cost(way: Arrangement) -> tuple[bool, float, int, int, int, bool]:
         seconds = estimate.seconds_per_step(work, way, gpu, share) * (ACCUMULATION_COST if way.passes > 1 else 1)
-        return way.states_on_host, round(seconds, 4), way.passes, way.checkpointed, way.reshard
+        return way.states_on_host, round(seconds, 4), way.streamed, way.passes, way.checkpointed, way.reshard
 
     return min(fitting, key=cost, default=None)
 
@@ -218,7 +218,7 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
         for checkpointed in _checkpointed(job, work.shape.blocks):
             for reshard in (False, True) if sharded else (False,):
                 for on_host in _state_places(job, pod, work, processes):
-                    yield Arrangement(
+                    way = Arrangement(
                         processes=processes,
                         images_per_pass=images,
                         passes=math.ceil(share / images),
@@ -228,7 +228,24 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
                         compiled=wish.compile is not False,
                         in_backward=_in_backward(job),
                         states_on_host=on_host,
+                        streamed=0,
                     )
+                    yield way
+                    yield from _streaming(way, pod, work)
+
+
+def _streaming(way: Arrangement, pod: Pod, work: Work) -> Iterator[Arrangement]:
+    """The same with weights on the host, of about a dozen numbers of blocks.
+
+    Each must be checkpointed and updated at once, or its weights would be needed on the GPU from one pass to the other;
+    and only the fused optimizers step a weight wherever it is.
+    """
+    blocks = work.shape.blocks
+    alone = way.processes == 1 and way.passes == 1
+    if alone and way.states_on_host and way.in_backward and work.fused and way.checkpointed == blocks:
+        for count in [*range(GRADE, blocks, GRADE), blocks]:
+            if host_memory(work, 1, True, count) <= pod.memory:
+                yield replace(way, streamed=count)
 
 
 def _pass_sizes(share: int) -> list[int]:
@@ -240,7 +257,7 @@ def _checkpointed(job: Job, blocks: int) -> list[int]:
     """How many blocks may be checkpointed: none, all, and about a dozen numbers between."""
     if job.plan.checkpointing is not None:
         return [blocks if job.plan.checkpointing else 0]
-    return [*range(0, blocks, max(1, blocks // CHECKPOINTING_GRADES)), blocks]
+    return [*range(0, blocks, GRADE), blocks]
 
 
 def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> tuple[bool, ...]:
@@ -255,9 +272,10 @@ def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> tuple[bool,
     return (False, *host)
 
 
-def host_memory(work: Work, processes: int, states: bool) -> int:
-    """Bytes of RAM the training takes, with or without the optimizer's states."""
-    return processes * estimate.HOST_PER_PROCESS + (work.optimizer if states else 0)
+def host_memory(work: Work, processes: int, states: bool, streamed: int = 0) -> int:
+    """Bytes of RAM the training takes, with or without the optimizer's states and the weights of some blocks."""
+    held = (work.optimizer if states else 0) + estimate.streamed_bytes(work, streamed)
+    return processes * estimate.HOST_PER_PROCESS + held
 
 
 def peak_of(work: Work, way: Arrangement) -> int:
@@ -308,10 +326,11 @@ def _cures(job: Job, pod: Pod, work: Work, processes: int, room: int) -> list[st
         return cures
     if job.max_grad_norm is not None and _fits(_changed(job, max_grad_norm=None), pod, work, processes, room):
         cures.append("no max_grad_norm")
-    light = replace(work, optimizer=estimate.optimizer_bytes("AdamW8bit", work.shape.tensors().values(), {}))
+    eight_bit = estimate.optimizer_bytes("AdamW8bit", work.shape.tensors().values(), {})
+    light = replace(work, optimizer=eight_bit, fused=True)
     if work.optimizer > light.optimizer and _fits(_changed(job, optimizer="AdamW8bit"), pod, light, processes, room):
         cures.append("optimizer: AdamW8bit")
-    lora = Arrangement(processes, 1, job.images_per_step, False, False, True, True, False, False)
+    lora = Arrangement(processes, 1, job.images_per_step, False, False, work.shape.blocks, True, False, False, 0)
     if peak_of(replace(work, lora=True, trained=0, optimizer=0), lora) <= room:
         cures.append("method: lora")
     return cures
@@ -344,6 +363,7 @@ def cpu_way(job: Job, work: Work) -> Arrangement:
         compiled=bool(wish.compile),
         in_backward=_in_backward(job),
         states_on_host=False,
+        streamed=0,
     )
 
 

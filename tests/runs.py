@@ -33,6 +33,7 @@ PLAN = Plan(
     compile=False,
     optimizer_in_backward=False,
     optimizer_states="device",
+    streamed_blocks=0,
     threads=1,
     workers=1,
     steps=10,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_flux import FluxAttention
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Two = tuple[torch.Tensor, torch.Tensor]
@@ -114,5 +115,6 @@ class CudnnProcessor:
 
 def use_cudnn(model: FluxTransformer2DModel) -> None:
     """Makes the model's attention this one."""
-    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
-        block.attn.set_processor(CudnnProcessor())
+    for module in model.modules():
+        if isinstance(module, FluxAttention):
+            module.set_processor(CudnnProcessor())

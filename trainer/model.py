@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from bootstrap.tensor_files import Rows, load_rows, read_header
 from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.data import Batch
+from trainer.streamed import StreamedBlock, StreamedWeights, spread
 from trainer.trained import held_rows, local, plain_name
 from trainer.world import World
 
@@ -38,13 +40,23 @@ def build_model(
     """
     model = bare_model(shape)
     if job.lora is None:
+        if plan.streamed_blocks:
+            StreamedWeights(model, spread(plan.streamed_blocks, shape.blocks), world.device)
         prepare(model, plan, world)
-    model.to_empty(device=world.device)
+    give_memory(model, world.device)
     fill_weights(model)
     if job.lora is not None:
         add_adapter(model, job.lora, job.seed)
         prepare(model, plan, world)
     return model
+
+
+def give_memory(model: FluxTransformer2DModel, device: torch.device) -> None:
+    """On the device, but for blocks that have theirs on the host."""
+    streamed = {id(part) for block in model.modules() if isinstance(block, StreamedBlock) for part in block.modules()}
+    for module in model.modules():
+        if id(module) not in streamed:
+            module.to_empty(device=device, recurse=False)
 
 
 def bare_model(shape: FluxShape) -> FluxTransformer2DModel:
@@ -72,9 +84,19 @@ def checkpoint_blocks(model: FluxTransformer2DModel, count: int) -> None:
     chosen = {id(block) for block in blocks}
 
     def run(block: nn.Module, *inputs: Any) -> Any:
-        return checkpoint(block, *inputs, use_reentrant=False) if id(block) in chosen else block(*inputs)
+        if id(block) not in chosen:
+            return block(*inputs)
+        return checkpoint(_run_twice(block), *inputs, use_reentrant=False)
 
     model.enable_gradient_checkpointing(run)
+
+
+def _run_twice(block: nn.Module) -> Callable[..., Any]:
+    """The block, which is told when it runs for the second time."""
+    if not isinstance(block, StreamedBlock):
+        return block
+    runs = itertools.count()
+    return lambda *inputs: block(*inputs, again=next(runs) > 0)
 
 
 def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:

@@ -1,35 +1,17 @@
-"""Optimizer states that lie in host memory and visit the GPU block by block, while it computes.
-
-A few slots of GPU memory, each as large as the largest block's states, go round: while the states of one block are
-stepped in its slot, those of the blocks before are on their way back and those of the next on their way in, both ways
-at once on streams of their own. The order is that of the backward pass, known from the step before; a block that comes
-out of turn waits for its own copy, nothing more.
-"""
+"""What lies on the host and visits the GPU block by block: optimizer states, and weights where even they do not fit."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from diffusers import FluxTransformer2DModel
+from torch import nn
 
-from trainer.pinned import aligned_bytes, pinned_slab, unpin
+from trainer.ring import Layout, Ring
 
 States = dict[str, torch.Tensor]
-SLOTS = 3  # one stepped, one leaving, one arriving
-
-
-@dataclass
-class _Block:
-    """The states of some tensors, side by side in the slab."""
-
-    slab: torch.Tensor  # its bytes on the host, pinned
-    views: dict[str, States]  # of those bytes
-    layout: dict[str, dict[str, tuple[int, torch.dtype, torch.Size]]]
-    slot: int = -1  # where it is on the GPU; -1: not there
-    left: set[str] = field(default_factory=set)  # tensors not yet stepped since it came
-    arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 class StreamedStates:
@@ -39,101 +21,132 @@ class StreamedStates:
     """
 
     def __init__(self, groups: Sequence[dict[str, States]], device: torch.device):
-        sizes = [sum(aligned_bytes(s) for states in group.values() for s in states.values()) for group in groups]
-        slab = pinned_slab(sum(sizes))
-        weakref.finalize(self, unpin, slab)
-        self.blocks: list[_Block] = []
-        self.block_of: dict[str, int] = {}
-        offset = 0
-        for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            self.blocks.append(_laid_out(slab[offset : offset + size], group))
-            self.block_of |= dict.fromkeys(group, number)
-            offset += size
-        self.device = device
-        self.slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(min(SLOTS, len(groups)))]
-        self.tenants: list[int | None] = [None] * len(self.slots)
-        self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._views: dict[tuple[int, str], States] = {}
+        flat = [{f"{name}/{key}": s for name, states in group.items() for key, s in states.items()} for group in groups]
+        self.layouts = [Layout.of(tensors) for tensors in flat]
+        self.names = [frozenset(group) for group in groups]
+        self.block_of = {name: number for number, group in enumerate(groups) for name in group}
+        self.ring = Ring([layout.size for layout in self.layouts], range(len(groups)), device)
+        self.left: dict[int, set[str]] = {}  # of blocks at work: the tensors not yet stepped
+        self._views: dict[tuple[int, int], dict[str, States]] = {}
 
     def on_gpu(self, name: str) -> States:
         """The states of a tensor, to be read and written on the current stream; ``done`` follows."""
-        block = self.blocks[self.block_of[name]]
-        if block.slot < 0:
-            self._bring(self.block_of[name])
-        torch.cuda.current_stream(self.device).wait_event(block.arrived)
-        key = (block.slot, name)
+        number = self.block_of[name]
+        memory = self.ring.need(number)
+        self.left.setdefault(number, set(self.names[number]))
+        key = (number, memory.data_ptr())
         if key not in self._views:
-            self._views[key] = _views(self.slots[block.slot], block.layout[name])
-        return self._views[key]
+            self._views[key] = _by_tensor(self.layouts[number].views(memory))
+        return self._views[key][name]
 
     def done(self, name: str) -> None:
         """The states of a tensor are stepped. With its last a block goes back, and the next one due takes its slot."""
         number = self.block_of[name]
-        block = self.blocks[number]
-        block.left.discard(name)
-        if not block.left:
-            slot = block.slot
-            self._send_back(number)
-            upcoming = (number + len(self.slots)) % len(self.blocks)
-            if self.blocks[upcoming].slot < 0:
-                self._bring(upcoming, slot)
-
-    def _bring(self, number: int, slot: int | None = None) -> None:
-        """Starts a block's way in, into a free slot or the one whose tenant is furthest from its turn."""
-        if slot is None:
-            free = [place for place, tenant in enumerate(self.tenants) if tenant is None]
-            slot = free[0] if free else max(range(len(self.slots)), key=lambda place: self._turns(number, place))
-        tenant = self.tenants[slot]
-        if tenant is not None:
-            self._send_back(tenant)
-        block = self.blocks[number]
-        self.inward.wait_stream(self.outward)  # what was in the slot is on the host, and so is this block's last state
-        with torch.cuda.stream(self.inward):
-            self.slots[slot][: block.slab.numel()].copy_(block.slab, non_blocking=True)
-            block.arrived.record(self.inward)
-        block.slot, block.left = slot, set(block.layout)
-        self.tenants[slot] = number
-
-    def _turns(self, number: int, slot: int) -> int:
-        tenant = self.tenants[slot]
-        assert tenant is not None
-        return (tenant - number) % len(self.blocks)
-
-    def _send_back(self, number: int) -> None:
-        block = self.blocks[number]
-        self.outward.wait_stream(torch.cuda.current_stream(self.device))
-        self.outward.wait_event(block.arrived)
-        with torch.cuda.stream(self.outward):
-            block.slab.copy_(self.slots[block.slot][: block.slab.numel()], non_blocking=True)
-        self.tenants[block.slot] = None
-        block.slot = -1
+        self.left[number].discard(name)
+        if not self.left[number]:
+            del self.left[number]
+            self.ring.release(number, changed=True)
 
     def on_host(self) -> dict[str, States]:
-        """Views of all states where they lie. Waits until what was stepped is there; until the next step they may be
-        read and written."""
-        for number, block in enumerate(self.blocks):
-            if block.slot >= 0 and len(block.left) < len(block.layout):
-                self._send_back(number)
-            elif block.slot >= 0:  # brought ahead and as it was
-                self.tenants[block.slot], block.slot = None, -1
-        self.inward.synchronize()
-        self.outward.synchronize()
-        return {name: views for block in self.blocks for name, views in block.views.items()}
+        """All states where they lie, with what was stepped; until the next step they may be read and written."""
+        self.ring.settle()
+        self.left.clear()
+        return {
+            name: states
+            for layout, block in zip(self.layouts, self.ring.blocks, strict=True)
+            for name, states in _by_tensor(layout.views(block.host)).items()
+        }
 
 
-def _laid_out(slab: torch.Tensor, group: dict[str, States]) -> _Block:
-    layout: dict[str, dict[str, tuple[int, torch.dtype, torch.Size]]] = {}
-    offset = 0
-    for name, states in group.items():
-        layout[name] = {}
-        for key, state in states.items():
-            layout[name][key] = (offset, state.dtype, state.shape)
-            offset += aligned_bytes(state)
-    return _Block(slab, {name: _views(slab, places) for name, places in layout.items()}, layout)
+def _by_tensor(views: dict[str, torch.Tensor]) -> dict[str, States]:
+    found: dict[str, States] = {}
+    for place, view in views.items():
+        name, _, key = place.rpartition("/")
+        found.setdefault(name, {})[key] = view
+    return found
 
 
-def _views(memory: torch.Tensor, places: dict[str, tuple[int, torch.dtype, torch.Size]]) -> States:
-    return {
-        key: memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        for key, (offset, dtype, shape) in places.items()
-    }
+class StreamedWeights:
+    """Weights of some blocks of a model, on the host but for the while of their forward and their backward pass.
+
+    A parameter of such a block is a tensor on the host, except between. Each of these blocks must be checkpointed, so
+    that nothing keeps its weights from one pass to the other, and updated within the backward pass, tensor by tensor.
+    """
+
+    def __init__(self, model: FluxTransformer2DModel, numbers: Sequence[int], device: torch.device):
+        """``numbers``: of blocks, in the model's order; they have no memory yet, and get it here.
+
+        Raises MemoryError where the host has not as much to pin.
+        """
+        lists = (model.transformer_blocks, model.single_transformer_blocks)
+        places = [(blocks, index) for blocks in lists for index in range(len(blocks))]
+        chosen = [places[number] for number in numbers]
+        for blocks, index in chosen:
+            blocks[index].to_empty(device="cpu")
+        self.parameters = [dict(blocks[index].named_parameters()) for blocks, index in chosen]
+        self.layouts = [Layout.of({n: p.data for n, p in named.items()}) for named in self.parameters]
+        count = len(chosen)
+        self.ring = Ring([layout.size for layout in self.layouts], [*range(count), *reversed(range(count))], device)
+        self.left: dict[int, set[int]] = {}  # of blocks in their backward pass: the parameters not yet updated
+        self.block_of = {id(p): number for number, named in enumerate(self.parameters) for p in named.values()}
+        for number, (blocks, index) in enumerate(chosen):
+            self._point(number, self.ring.blocks[number].host)
+            blocks[index] = StreamedBlock(blocks[index], self, number)
+
+    @staticmethod
+    def of(model: nn.Module) -> StreamedWeights | None:
+        """Those of a model, if it has any."""
+        return next((module.weights for module in model.modules() if isinstance(module, StreamedBlock)), None)
+
+    def _point(self, number: int, memory: torch.Tensor) -> None:
+        for name, view in self.layouts[number].views(memory).items():
+            self.parameters[number][name].data = view
+
+    def enter(self, number: int) -> None:
+        self._point(number, self.ring.need(number))
+
+    def leave(self, number: int) -> None:
+        """After a forward pass that no backward pass follows at once."""
+        self._point(number, self.ring.blocks[number].host)
+        self.ring.release(number, changed=False)
+
+    def updated(self, parameter: nn.Parameter) -> None:
+        """A parameter's step is taken. With its last a block's weights go back to the host."""
+        number = self.block_of.get(id(parameter))
+        if number is None:
+            return
+        left = self.left.setdefault(number, {id(p) for p in self.parameters[number].values()})
+        left.discard(id(parameter))
+        if not left:
+            del self.left[number]
+            self._point(number, self.ring.blocks[number].host)
+            self.ring.release(number, changed=True)
+
+    def settle(self) -> None:
+        """Waits until the host's tensors, which the parameters are between two steps, hold what was updated."""
+        self.ring.settle()
+
+
+class StreamedBlock(nn.Module):
+    """A block whose weights are on the GPU while it runs.
+
+    ``again``: in the backward pass, which goes on with these weights.
+    """
+
+    def __init__(self, block: nn.Module, weights: StreamedWeights, number: int):
+        super().__init__()
+        self.streamed = block
+        self.number = number
+        self.weights = weights
+
+    def forward(self, *inputs: Any, again: bool = False, **named: Any) -> Any:
+        self.weights.enter(self.number)
+        output = self.streamed(*inputs, **named)
+        if not again:
+            self.weights.leave(self.number)
+        return output
+
+
+def spread(count: int, blocks: int) -> tuple[int, ...]:
+    """``count`` of so many blocks, as evenly as can be: what comes in then has the longest time to come."""
+    return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))

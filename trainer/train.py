@@ -37,6 +37,7 @@ from trainer.optimizer import Optimizer, OptimizerStateError
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
 from trainer.self_check import choose_attention
+from trainer.streamed import StreamedWeights
 from trainer.trained import Trained, local, trained_tensors
 from trainer.world import World, join_world
 
@@ -79,6 +80,10 @@ class Training:
     postponed: bool = field(default=False, init=False)  # a save was due after a step that was no number
 
     @property
+    def streamed_weights(self) -> StreamedWeights | None:
+        return StreamedWeights.of(self.model)
+
+    @property
     def last(self) -> int:
         return self.run.plan.steps
 
@@ -119,11 +124,14 @@ class Training:
 
     def step_in_backward(self) -> None:
         """Lets backward update each tensor as soon as its gradient is there (under FSDP2: reduced), and drop it."""
+        streamed = self.streamed_weights
         for tensor in self.tensors:
 
             def use(_: torch.Tensor, tensor: Trained = tensor) -> None:
                 if self.last_pass:
                     on_default_stream(lambda: self.optimizer.update(tensor), self.world.device)
+                    if streamed:
+                        streamed.updated(tensor.parameter)
 
             tensor.parameter.register_post_accumulate_grad_hook(use)
 
@@ -175,6 +183,8 @@ class Training:
         for a weight that is no number, and NonFiniteLossError where there is no next step.
         """
         self.metrics.flush()
+        if streamed := self.streamed_weights:
+            streamed.settle()
         self.postponed = bool(self.metrics.wrong)
         if self.postponed and step == self.last:
             raise NonFiniteLossError(f"{self.metrics.wrong}, the last of the run")

@@ -73,8 +73,8 @@ def trained_tensors(model: nn.Module, rank: int, size: int) -> list[Trained]:
 
 
 def plain_name(name: str) -> str:
-    """Without what torch.compile puts into the names of compiled modules."""
-    return name.replace("_orig_mod.", "")
+    """Without what torch.compile and trainer/streamed.py put into the names of modules."""
+    return name.replace("_orig_mod.", "").replace(".streamed.", ".")
 
 
 def by_block(tensors: Iterable[Trained]) -> list[list[Trained]]:

@@ -35,6 +35,7 @@ def way(**changes: object) -> Arrangement:
         "compiled": True,
         "in_backward": True,
         "states_on_host": False,
+        "streamed": 0,
     }
     return Arrangement(**(known | changes))  # type: ignore[arg-type]
 

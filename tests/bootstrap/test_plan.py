@@ -17,6 +17,7 @@ from jobs.problem import JobError
 from jobs.schema import Job
 
 DEV = FluxShape()
+LARGE = DataSummary(images=200, items_per_epoch=200, buckets=((1024, 1024, 200),))
 DATA = DataSummary(images=200, items_per_epoch=200, buckets=((512, 512, 152), (448, 576, 48)))
 
 
@@ -47,7 +48,7 @@ def reason(plan: Plan, name: str) -> str:
 @pytest.mark.parametrize(
     ("gpu", "count", "method", "fits"),
     [
-        ("RTX 4090", 1, "full", False),
+        ("RTX 4090", 1, "full", True),  # weights and states streamed from the host
         ("RTX 4090", 2, "full", True),  # sharded: 11 GiB of weights each
         ("RTX 4090", 1, "lora", False),
         ("RTX 4090", 4, "lora", False),  # replicated: more GPUs do not help
@@ -312,8 +313,10 @@ def test_overrides_that_cannot_be(method: str, extra: str, key: str) -> None:
 
 
 def test_an_override_may_use_the_reserve() -> None:
-    here = pod("A40")
-    plain = make_plan(job(extra="plan: {checkpointing: true}\n"), here, DEV, DATA)
+    """With weights on the device: those that have room on the host would always fit."""
+    here = pod("A40", memory=26 * GIB)
+    plain = make_plan(job(extra="plan: {checkpointing: true, optimizer_states: host}\n"), here, DEV, DATA)
+    assert not plain.streamed_blocks
     tight = replace(here, gpus=(replace(here.gpus[0], memory=int(plain.memory_per_gpu * 1.01)),))
     with pytest.raises(PodError):
         make_plan(job(), tight, DEV, DATA)
@@ -435,3 +438,27 @@ def test_who_holds_a_gpus_memory_is_named() -> None:
     busy = replace(pod("A40").gpus[0], free=10 << 30, processes=("python3 (process 42) with 34.0 GiB",))
     plan = make_plan(job("lora"), replace(pod("A40"), gpus=(busy,)), DEV, DATA)
     assert any("in use by python3 (process 42) with 34.0 GiB" in warning for warning in plan.warnings)
+
+
+def test_24_gb_train_the_whole_model_with_weights_on_the_host() -> None:
+    plan = make_plan(job(extra="images_per_step: 1\n"), pod("RTX 4090", memory=64 * GIB), DEV, DATA)
+    assert plan.optimizer_states == "host"
+    assert 0 < plan.streamed_blocks < DEV.blocks
+    assert plan.checkpointed_blocks == DEV.blocks
+    assert plan.memory_per_gpu <= 24 * GIB * USABLE
+    assert "on the device it needs" not in reason(plan, "weights")
+    assert "brought block by block; on the device needs" in reason(plan, "weights")
+
+
+def test_no_more_blocks_are_checkpointed_than_must_be() -> None:
+    plan = make_plan(job(extra="images_per_step: 1\nresolution: 1024\n"), pod("A40", memory=64 * GIB), DEV, LARGE)
+    assert plan.optimizer_states == "host"
+    assert 0 < plan.checkpointed_blocks < DEV.blocks
+
+
+def test_a_step_of_several_passes_keeps_its_weights_on_the_gpu() -> None:
+    """Gradients of all blocks would have to wait on the GPU for the last pass."""
+    with pytest.raises(JobError, match="with images_per_pass the job needs"):
+        make_plan(
+            job(extra="images_per_step: 2\nplan: {images_per_pass: 1}\n"), pod("RTX 4090", memory=64 * GIB), DEV, DATA
+        )
