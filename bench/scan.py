@@ -1,4 +1,4 @@
-"""Time and memory of looking at a large dataset: ``python -m bench.datasets [--images 10000] [--folder DIR]``.
+"""Time and memory of looking at a large dataset: ``python -m bench.scan [--images 10000] [--folder DIR]``.
 
 Makes synthetic JPEGs of about half a megapixel (once; the folder is used again), then measures, each in a process of
 its own: the first scan, which decodes all; the second, which must decode nothing; and the same of one zip of them.
@@ -76,7 +76,7 @@ def scan_once(volume: Path, path: str) -> None:
 
 
 def measured(volume: Path, path: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.datasets", "--scan", path, "--folder", str(volume)]
+    command = [sys.executable, "-m", "bench.scan", "--scan", path, "--folder", str(volume)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     result: dict[str, float] = json.loads(output)
     return result
