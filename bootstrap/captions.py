@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bootstrap.wildcards import choose, every, parse
+from bootstrap.wildcards import Parts, choose, count, every, parse
 from jobs.schema import DatasetEntry
 
 CAPTION_ENDINGS = (".txt", ".caption")
@@ -92,14 +92,18 @@ def draw_text(caption: str, entry: DatasetEntry, generator: np.random.Generator)
 
 def every_text(caption: str, entry: DatasetEntry, most: int) -> tuple[str, ...] | None:
     """All that ``draw_text`` may give, each text once; None where it is more than ``most``."""
+    parts = parse(caption, entry.wildcards, entry.multiline)
     # Alike ones come again and again from {a|a}{a|a}..., so what is looked at is limited too.
-    looked_at = islice(_texts(caption, entry), 8 * most + 1)
-    texts = dict.fromkeys(dressed(text, entry) for text in looked_at)
+    enough = 8 * most
+    if count(parts) > enough:
+        return None
+    looked_at = islice(_texts(parts, entry), enough + 1)
+    texts = dict.fromkeys(dressed(text, entry) for text in islice(looked_at, enough))
     return tuple(texts) if len(texts) <= most and next(looked_at, None) is None else None
 
 
-def _texts(caption: str, entry: DatasetEntry) -> Iterator[str]:
-    for text in every(parse(caption, entry.wildcards, entry.multiline)):
+def _texts(parts: Parts, entry: DatasetEntry) -> Iterator[str]:
+    for text in every(parts):
         if entry.shuffle_tags:
             kept, tags = _tags(text, entry.keep_tags)
             yield from (", ".join([*kept, *order]) for order in permutations(tags))

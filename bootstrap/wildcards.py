@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -50,14 +51,14 @@ def count(parts: Parts) -> int:
 
 
 def every(parts: Parts) -> Iterator[str]:
-    """Every text that can be chosen, in the order of the choices; alike ones come again."""
-    if not parts:
-        yield ""
-        return
-    first, rest = parts[0], parts[1:]
-    for start in (first,) if isinstance(first, str) else (text for option in first.of for text in every(option)):
-        for end in every(rest):
-            yield start + end
+    """Every text that can be chosen, in the order of the choices; alike ones come again.
+
+    Those of each choice are held in memory: ask ``count`` first.
+    """
+    of_part = [
+        [part] if isinstance(part, str) else [text for option in part.of for text in every(option)] for part in parts
+    ]
+    return map("".join, product(*of_part))
 
 
 def choose(parts: Parts, generator: np.random.Generator) -> str:

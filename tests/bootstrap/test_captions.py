@@ -148,6 +148,8 @@ def test_more_texts_than_wanted_are_not_listed() -> None:
     assert every_text("{a|b}{c|d}", entry(wildcards=True), 4) == ("ac", "ad", "bc", "bd")
     assert every_text("{a|b}{c|d}", entry(wildcards=True), 3) is None
     assert every_text("{a|b|c|d}" * 40, entry(wildcards=True), 1000) is None
+    assert every_text("{a|b}" * 2000, entry(wildcards=True), 1000) is None
+    assert every_text("{a}" * 2000, entry(wildcards=True), 1000) == ("a" * 2000,)
     assert every_text(", ".join("abcdefghijklmnopq"), entry(shuffle_tags=True), 1000) is None
     assert every_text("{a|a}{b|b}", entry(wildcards=True), 1) == ("ab",)
 

@@ -119,4 +119,4 @@ def test_deep_and_long_captions_take_no_time_and_no_stack() -> None:
     for written in ("{a|" * 3000, "{" * 3001 + "a|b" + "}" * 3001, "|" * 30000, "{a|b}" * 1000):
         parts = parse(written, True, False)
         choose(parts, np.random.Generator(np.random.Philox(key=1)))
-        assert next(every(parts[:10])) is not None
+        assert next(every(parts)) is not None
