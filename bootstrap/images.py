@@ -25,7 +25,8 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps, PngImagePlugin,
 from bootstrap.archives import read_file, stamp
 from bootstrap.buckets import Box, Size
 
-# Raise when pixels come out otherwise than before: what was remembered of pictures is then looked at anew.
+# Raise when pixels or facts come out otherwise than before: what was remembered of pictures is then looked at anew. For
+# other pixels raise wanted.LATENT_VERSION, too.
 VERSION = 2
 
 # Pillow refuses from 179 megapixels and warns from 89; scans and panoramas are larger. Ours is one limit, checked
@@ -278,7 +279,7 @@ def _what_instead(data: bytes) -> str:
         return "a web page, not a picture (a download that failed?)"
     if b"<svg" in start:
         return "a vector drawing (SVG): export it as PNG"
-    return "not a picture of a kind that can be read (JPEG, PNG, WebP, AVIF, HEIC, GIF, BMP, TIFF, PSD)"
+    return "not a picture of a kind that can be read (JPEG, PNG, WebP, AVIF, HEIC, GIF, BMP, TIFF, PSD, JPEG 2000)"
 
 
 def _enable_heif() -> None:

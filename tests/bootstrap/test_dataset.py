@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from bootstrap.dataset import Dataset, scan
+from bootstrap.pictures import read_item
 from bootstrap.volume import Volume
 from jobs.problem import JobError
 from jobs.schema import Job
@@ -362,3 +363,16 @@ def test_a_zip_in_the_folder_is_named(volume: Volume, folder: Path) -> None:
     (folder / "pictures.zip").write_bytes(b"PK")
     (found,) = problems(job(), volume)
     assert f"give the zip itself, such as path: {folder / 'pictures.zip'}" in found
+
+
+def test_masks_in_a_zip_for_pictures_in_a_zip(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.jpg")
+    Image.new("L", (64, 64), 255).save(folder / "m.png")
+    for name, member in (("d.zip", "set/a.jpg"), ("m.zip", "set/a.png")):
+        with zipfile.ZipFile(volume.datasets / name, "w") as archive:
+            archive.write(folder / ("a.jpg" if name == "d.zip" else "m.png"), member)
+    (item,) = scan(job({"path": "datasets/d.zip", "mask": "datasets/m.zip"}), volume).items
+    assert item.mask == "datasets/m.zip/set/a.png"
+    mask = read_item(item, volume)[1]
+    assert mask is not None
+    assert mask.size == (64, 64)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,12 @@ def test_other_modes_become_rgb(mode: str) -> None:
     form = "JPEG" if mode == "YCbCr" else "TIFF"
     image, _ = decode(saved(Image.new(mode, (8, 8)), form))
     assert (image.mode, image.size) == ("RGB", (8, 8))
+
+
+def test_heic_without_its_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(ImageError, match="pillow-heif, which reads those, is not installed"):
+        decode(b"\0\0\0\x18ftypheic" + bytes(100))
 
 
 def test_a_broken_profile_is_told_and_passed_over() -> None:
