@@ -14,11 +14,12 @@ from bootstrap.nvidia_smi import Gpu
 from bootstrap.outcome import PodError
 from bootstrap.pod import Pod
 from bootstrap.probe import CARD_PARTS, normal_of
-from bootstrap.volume import Volume
+from bootstrap.volume import Volume, write_json
 from bootstrap.volume_probe import VolumeFacts
 from entrypoint import probe
 from entrypoint.launch import Stop, child_environment
 from entrypoint.probe import Child, choose_ways, examine, probe_pod, run_parts, second_witness
+from entrypoint.run import dropped_attention
 from tests.runs import make_job, make_run
 
 FACTS = VolumeFacts(True, True, True, True, True, 1 << 40, None, 300e6, 250e6)
@@ -280,3 +281,12 @@ def test_torch_is_asked_where_nvidia_smi_lists_nothing(tmp_path: Path, monkeypat
     assert second_witness(GPU_POD, {}, Stop(), tmp_path) == GPU_POD
     shown = second_witness(CPU_POD, {"CUDA_VISIBLE_DEVICES": "3,4"}, Stop(), tmp_path)
     assert [gpu.index for gpu in shown.gpus] == [3]
+
+
+def test_the_status_names_an_attention_that_was_found_wrong(tmp_path: Path) -> None:
+    folder = Volume(tmp_path).run("test")
+    assert dropped_attention(folder) == ""
+    for right, told in ((True, ""), (False, " (without cudnn attention, which is wrong on this card)")):
+        verdicts = {"cudnn": {"right": right}, "flash": {"right": True}}
+        write_json(folder.attention, {"key": "", "verdicts": verdicts})
+        assert dropped_attention(folder) == told
