@@ -209,10 +209,14 @@ def _copy_next(reading: deque[tuple[_Block, torch.Tensor, Future[None]]]) -> Non
     position = 0
     for target, dtype in block.parts:
         data = buffer[position : position + target.numel() * dtype.itemsize]
-        if position % dtype.itemsize:
+        position += data.numel()
+        if target.device.type == "cpu" and target.dtype == dtype:
+            # On this thread: torch would share it among all, who wait for one another on a busy machine.
+            bytes_of(target)[:] = bytes_of(data)
+            continue
+        if data.storage_offset() % dtype.itemsize:
             data = data.clone()  # a view of numbers begins at a multiple of their size
         target.copy_(data.view(dtype))
-        position += target.numel() * dtype.itemsize
 
 
 def write_from(descriptor: int, source: memoryview, offset: int) -> None:
