@@ -35,6 +35,10 @@ ENCODERS = {"clip": "c", "t5": "t"}
         ({"save": {"states": 3, "weights": 2}}, ("save", "weights")),
         ({"gpus": 2, "plan": {"processes": 4}}, ("plan", "processes")),
         ({"resolution": [512, 64], "bucket_step": 128}, ("bucket_step",)),
+        ({"datasets": [{"path": "x"}, {"path": "y", "keep_tags": 1}]}, ("datasets", 1, "keep_tags")),
+        ({"datasets": [{"path": "x", "crop": "top", "random_crops": 2}]}, ("datasets", 0, "crop")),
+        ({"datasets": [{"path": "x", "mask_floor": 0.5}]}, ("datasets", 0, "mask_floor")),
+        ({"datasets": [{"path": "x", "mask_normalize": True}]}, ("datasets", 0, "mask_normalize")),
     ],
 )
 def test_keys_that_contradict_or_have_no_effect(keys: dict[str, Any], path: rules.Path) -> None:
@@ -57,6 +61,8 @@ def test_keys_that_contradict_or_have_no_effect(keys: dict[str, Any], path: rule
         {"schedule": "my.curve", "schedule_args": {"anything": "goes"}},
         {"schedule": "cosine_with_restarts", "schedule_args": {"cycles": 2, "end": 0.1}},
         {"sample": {"prompts": []}},
+        {"datasets": [{"path": "x", "keep_tags": 1, "shuffle_tags": True}, {"path": "y", "random_crops": 2}]},
+        {"datasets": [{"path": "x", "mask": "alpha", "mask_floor": 0.5}, {"path": "y", "mask_floor": 0}]},
         {"save": {"states": 3, "weights": "all"}},
         {"gpus": 4, "plan": {"processes": 2}},
     ],
@@ -86,6 +92,7 @@ def test_values_of_a_wrong_kind_are_left_to_the_schema(wrong: Any) -> None:
         ({"lora": {"rank": 16, "alpha": 4096}}, ("lora", "alpha")),
         ({"weight_decay": 1}, ("weight_decay",)),
         ({"caption_dropout": 0.9}, ("caption_dropout",)),
+        ({"datasets": [{"path": "x"}, {"path": "y", "weight": 0}]}, ("datasets", 1, "weight")),
         ({"timestep_sampling": "shift", "discrete_flow_shift": 30}, ("discrete_flow_shift",)),
         ({"timestep_sampling": "shift", "discrete_flow_shift": 0.1}, ("discrete_flow_shift",)),
         ({"sigmoid_scale": 50}, ("sigmoid_scale",)),
