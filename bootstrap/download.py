@@ -115,16 +115,17 @@ def fetch_url(
     *,
     sha256: str | None = None,
     most: int | None = None,
+    kept: Callable[[], Path | None] = lambda: None,
 ) -> Path:
     """The file at ``url``, as ``target`` on the volume with mount point ``root``; no request where it is there.
 
     Verified by ``sha256`` where that is known, else by the size that the server gives. Raises AccessError, also for a
-    file of more than ``most`` bytes, and PodError.
+    file of more than ``most`` bytes, and PodError. ``kept`` gives the file where it is kept under another name by now.
     """
     shown = hub.shown_address(url)
 
     def there() -> Path | None:
-        return target if target.is_file() else None
+        return kept() or (target if target.is_file() else None)
 
     def fetch(owner: str, attend: Attend) -> Path:
         part = _own_part(target, owner)

@@ -111,7 +111,13 @@ def _fetch_link(link: str, volume: Volume, say: Say) -> None:
     record = _record(link, volume)
     address = address_of(link)
     say(f"data: fetching {shown_address(link)}")
-    arrived = fetch_url(address, record.with_suffix(".arrived"), volume.root, say, most=MOST_BYTES)
+
+    def kept() -> Path | None:
+        return find_fetched(link, volume)
+
+    arrived = fetch_url(address, record.with_suffix(".arrived"), volume.root, say, most=MOST_BYTES, kept=kept)
+    if kept():
+        return
     try:
         if not zipfile.is_zipfile(arrived):
             told = _what_came(arrived)
@@ -120,12 +126,13 @@ def _fetch_link(link: str, volume: Volume, say: Say) -> None:
         with arrived.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         size = arrived.stat().st_size
+        # The record first: whoever finds the file renamed finds the record, too.
+        write_json(record, {"from": shown_address(link), "sha256": sha256, "size": size})
         arrived.replace(record.with_name(f"{sha256}.zip"))
     except FileNotFoundError:  # another pod that waited for the same link was faster
-        if find_fetched(link, volume) is None:
+        if not kept():
             raise
         return
-    write_json(record, {"from": shown_address(link), "sha256": sha256, "size": size})
     say(f"data: {shown_address(link)} is {size / 1e6:.0f} MB, sha256 {sha256[:12]}")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -121,6 +122,15 @@ def test_a_broken_transfer_is_gone_on_with(volume: Volume, share: Share, monkeyp
     assert len(share.requests) == 2
     assert "bytes=" in share.requests[1]
     assert scan(job(f"{share.address}/a.zip"), volume).images == 1
+
+
+def test_two_that_want_the_same_link_at_once(volume: Volume, share: Share) -> None:
+    share.files["/a.zip"] = ("application/zip", packed(**{"a.png": picture()}))
+    wanted = job(f"{share.address}/a.zip")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: fetch_datasets(wanted, volume, None, lambda line: None), range(3)))
+    assert scan(wanted, volume).images == 1
+    assert [request.split()[0] for request in share.requests] == ["/a.zip"]
 
 
 @pytest.mark.parametrize(
