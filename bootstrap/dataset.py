@@ -190,7 +190,6 @@ class _Entry:
         for folder in folders:
             self._take(folder, facts.get(folder.name, {}))
         self._tell_repeats(root, facts, folders)
-        self.images = len({item.path for item in self.items}) if self.items else 0
         self._tell_captions()
         self.notes += [f"{said}: {shown(names)}" for said, names in self.said.items()]
 
@@ -288,19 +287,20 @@ class _Entry:
         files = {name: sidecar for name in facts if (sidecar := sidecars.of(name)) is not None}
         claimed = self._caption_texts(folder, sorted(set(files.values())))
         for name, image in facts.items():
-            self.images += 1
             sidecar = files.get(name)
             text = self.listed.pop(list_key(_below(folder, name)), "")
             if sidecar is not None:
                 text = claimed[sidecar]
-            if sidecar is not None or text:
-                self.captions += 1
-            else:
-                self.said["without a caption"].append(_below(folder, name))
+            own = sidecar is not None or bool(text)
             text = text or self.entry.caption or folder.class_text
+            if not self._add_items(folder, name, image, text):
+                continue
+            self.images += 1
+            self.captions += own
+            if not own:
+                self.said["without a caption"].append(_below(folder, name))
             for note in (*image.notes, *self._doubts(text)):
                 self.said[note].append(_below(folder, name))
-            self._add_items(folder, name, image, text)
         stems = {Path(name).stem for name in facts} | LISTS_OF_CAPTIONS
         for name in folder.files:
             if Path(name).suffix.lower() in TEXT_ENDINGS and name not in claimed and not is_list(name):
@@ -350,12 +350,12 @@ class _Entry:
         if self.entry.wildcards and unmatched(caption):
             yield "a { or } in the caption lacks its partner and is taken as it stands"
 
-    def _add_items(self, folder: Folder, name: str, image: ImageFacts, caption: str) -> None:
-        """One item for each bucket that the picture has at the resolutions asked for."""
+    def _add_items(self, folder: Folder, name: str, image: ImageFacts, caption: str) -> bool:
+        """One item for each bucket that the picture has at the resolutions asked for; False where there is none."""
         path = _from_volume(folder.path / name, self.volume)
         if not _is_utf8(path):
             self._cannot_use(_below(folder, name), "its name is not UTF-8", "Rename it")
-            return
+            return False
         resolutions = sorted(self.entry.resolutions or self.job.resolutions)
         step, upscale = self.job.bucket_step, self.job.upscale
         found = [bucket_of(image.width, image.height, resolution, step, upscale) for resolution in resolutions]
@@ -363,6 +363,7 @@ class _Entry:
         if not buckets:
             why = f"{image.width} x {image.height} px is less than one bucket_step ({step})"
             self._cannot_use(_below(folder, name), why, "Delete it, set upscale: true")
+            return False
         mask, mask_digest = self._mask_of(folder, name, image)
         for bucket in buckets:
             if cropped_away(image.width, image.height, bucket) > MOST_CROPPED:
@@ -383,6 +384,7 @@ class _Entry:
                     mask_digest=mask_digest,
                 )
             )
+        return True
 
     def _tell_repeats(
         self, root: Path, facts: Mapping[str, Mapping[str, ImageFacts]], folders: Sequence[Folder]
