@@ -93,7 +93,7 @@ class Arrangement:
     checkpointed: int  # blocks
     compiled: bool
     in_backward: bool
-    states_on_host: bool
+    states_on_host: int  # blocks whose optimizer states are on the host
     streamed: int  # blocks whose weights are on the host too
 
 
@@ -211,7 +211,7 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
     if work.lora:
         gradients = FP32 * work.trained
         # weights of the adapter itself, in fp32, stand with the optimizer
-        optimizer = FP32 * work.trained + (0 if way.states_on_host else work.optimizer)
+        optimizer = FP32 * work.trained + work.optimizer
     else:
         # Gradients of the block at work; of two while a sharded one's are being summed up over the GPUs. All of
         # them, in shards, where the step waits for the whole model or for the last of several passes.
@@ -219,8 +219,8 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         if not way.in_backward or way.passes > 1:
             gradients += BF16 * work.trained // parts
         copies = 0 if work.fused else UPDATE_COPIES * FP32 * work.largest
-        slots = SLOTS * work.optimizer * work.shape.block_parameters() // work.trained
-        optimizer = (copies + (slots if way.states_on_host else work.optimizer)) // parts
+        slots = SLOTS * work.optimizer * work.shape.block_parameters() // work.trained if way.states_on_host else 0
+        optimizer = (copies + slots + work.optimizer - host_states(work, way.states_on_host)) // parts
     outside = CONTEXT + (NCCL if way.processes > 1 else 0)
     drawing = VAE + int(work.sample_pixels * DECODE) if work.sample_pixels else 0
     if way.streamed:
@@ -236,9 +236,19 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
 
 
 def streamed_bytes(work: Work, count: int) -> int:
-    """Of the weights of ``count`` blocks, spread evenly over all (trainer/streamed.py)."""
+    """Of the weights of ``count`` blocks, spread evenly over all."""
+    return BF16 * _parameters(work, count)
+
+
+def host_states(work: Work, count: int) -> int:
+    """Bytes of the optimizer's states of ``count`` blocks, spread evenly over all."""
+    return work.optimizer * _parameters(work, count) // work.trained if count else 0
+
+
+def _parameters(work: Work, count: int) -> int:
+    """Of ``count`` blocks, chosen as trainer/streamed.py does."""
     sizes = work.shape.parameters_of_blocks()
-    return BF16 * sum(sizes[(2 * i + 1) * len(sizes) // (2 * count)] for i in range(count))
+    return sum(sizes[(2 * i + 1) * len(sizes) // (2 * count)] for i in range(count))
 
 
 def activation_bytes(work: Work, way: Arrangement) -> int:
@@ -277,7 +287,8 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
         link = (HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK) * 1e9
         weights = streamed_bytes(work, way.streamed)
         waiting += max(0.0, weights / link - forward)
-        waiting += max(0.0, (work.optimizer / parts + weights) / link - forward * backward - update)
+        states = host_states(work, way.states_on_host) / parts
+        waiting += max(0.0, (states + weights) / link - forward * backward - update)
     return compute + update + waiting
 
 

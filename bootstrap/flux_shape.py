@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,11 @@ class FluxShape:
 
     def parameters_of_blocks(self) -> tuple[int, ...]:
         """Parameters of each transformer block, in the model's order."""
-        tensors = self.tensors().items()
-        double = sum(math.prod(s) for n, s in tensors if n.startswith("transformer_blocks.0."))
-        single = sum(math.prod(s) for n, s in tensors if n.startswith("single_transformer_blocks.0."))
-        return (double,) * self.double_blocks + (single,) * self.single_blocks
+        return _parameters_of_blocks(self)
 
     def block_parameters(self) -> int:
         """Parameters of the largest block, a double one: what sharded training gathers at a time."""
-        return sum(math.prod(s) for n, s in self.tensors().items() if n.startswith("transformer_blocks.0."))
+        return self.parameters_of_blocks()[0]
 
     def forward_flops(self, width: int, height: int, text_tokens: int) -> float:
         """Floating-point operations of one forward of one image of ``width`` x ``height`` pixels.
@@ -150,3 +148,11 @@ class FluxShape:
         attention = (self.double_blocks + self.single_blocks) * 4 * tokens**2 * w
         modulation = 2 * w * w * (12 * self.double_blocks + 3 * self.single_blocks)
         return float(double + single + attention + modulation)
+
+
+@cache
+def _parameters_of_blocks(shape: FluxShape) -> tuple[int, ...]:
+    tensors = shape.tensors().items()
+    double = sum(math.prod(s) for n, s in tensors if n.startswith("transformer_blocks.0."))
+    single = sum(math.prod(s) for n, s in tensors if n.startswith("single_transformer_blocks.0."))
+    return (double,) * shape.double_blocks + (single,) * shape.single_blocks

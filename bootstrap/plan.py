@@ -59,8 +59,8 @@ class Plan:
     checkpointed_blocks: int  # the first so many keep their inputs alone and are computed again in the backward pass
     compile: bool
     optimizer_in_backward: bool
-    optimizer_states: Literal["device", "host"]
-    streamed_blocks: int  # blocks whose weights too lie on the host, spread evenly
+    host_state_blocks: int  # blocks whose optimizer states lie on the host
+    streamed_blocks: int  # blocks whose weights do; all states do then. Both spread evenly
     threads: int  # CPU threads per process
     workers: int  # data loading threads per training process
     steps: int
@@ -75,6 +75,10 @@ class Plan:
     @property
     def checkpointing(self) -> bool:
         return self.checkpointed_blocks > 0
+
+    @property
+    def optimizer_states(self) -> Literal["device", "host"]:
+        return "host" if self.host_state_blocks else "device"
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         checkpointed_blocks=way.checkpointed,
         compile=way.compiled,
         optimizer_in_backward=way.in_backward,
-        optimizer_states="host" if way.states_on_host else "device",
+        host_state_blocks=way.states_on_host,
         streamed_blocks=way.streamed,
         threads=threads,
         workers=workers,
@@ -242,7 +246,7 @@ def _way_of(plan: Plan) -> Arrangement:
         checkpointed=plan.checkpointed_blocks,
         compiled=plan.compile,
         in_backward=plan.optimizer_in_backward,
-        states_on_host=plan.optimizer_states == "host",
+        states_on_host=plan.host_state_blocks,
         streamed=plan.streamed_blocks,
     )
 

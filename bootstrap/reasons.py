@@ -103,11 +103,13 @@ def _explain_states(
     size = decimal(work.optimizer)
     if not way.states_on_host:
         return Choice("optimizer", f"{job.optimizer}, on device", told("optimizer_states", f"{size} of states"))
+    blocks = work.shape.blocks
     if job.optimizer.startswith("Paged"):
         reason = f"{size} of states; paged optimizers keep them in the host's memory"
     else:
-        reason = f"{size} of states; on the device it {instead(states_on_host=False)}"
-    return Choice("optimizer", f"{job.optimizer}, on host", told("optimizer_states", reason))
+        reason = f"{size} of states; all on the device it {instead(states_on_host=0, streamed=0)}"
+    places = "on host" if way.states_on_host == blocks else f"{way.states_on_host} of {blocks} blocks on host"
+    return Choice("optimizer", f"{job.optimizer}, {places}", told("optimizer_states", reason))
 
 
 def _on(value: bool) -> str:

@@ -176,9 +176,8 @@ def choose_way(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...]) -> Arrange
         keys = ", ".join(_overridden(job))
         message = f"with {keys} the job needs {in_gib(least)} on each GPU, which has {in_gib(room)} to use"
         if least <= room:
-            message = (
-                f"with {keys} the job needs {in_gib(host_memory(work, len(gpus), True))} of RAM, more than there is"
-            )
+            ram = in_gib(host_memory(work, len(gpus), work.shape.blocks))
+            message = f"with {keys} the job needs {ram} of RAM, more than there is"
         remedy = f"Leave it out: the plan's own choice fits in {in_gib(peak_of(work, other))}"
         raise JobError([Problem(message, remedy, f"plan.{keys}")])
     raise PodError(_why_not(job, pod, work, gpus, room))
@@ -200,9 +199,17 @@ def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room:
     fitting = [way for way in _ways(job, pod, work, processes) if peak_of(work, way) <= room]
     share = max(split_images(job.images_per_step, processes))
 
-    def cost(way: Arrangement) -> tuple[bool, float, int, int, int, bool]:
+    def cost(way: Arrangement) -> tuple[bool, float, int, int, int, int, bool]:
         seconds = estimate.seconds_per_step(work, way, gpu, share) * (ACCUMULATION_COST if way.passes > 1 else 1)
-        return way.states_on_host, round(seconds, 4), way.streamed, way.passes, way.checkpointed, way.reshard
+        return (
+            way.states_on_host > 0,
+            round(seconds, 4),
+            way.streamed,
+            way.states_on_host,
+            way.passes,
+            way.checkpointed,
+            way.reshard,
+        )
 
     return min(fitting, key=cost, default=None)
 
@@ -242,9 +249,9 @@ def _streaming(way: Arrangement, pod: Pod, work: Work) -> Iterator[Arrangement]:
     """
     blocks = work.shape.blocks
     alone = way.processes == 1 and way.passes == 1
-    if alone and way.states_on_host and way.in_backward and work.fused and way.checkpointed == blocks:
+    if alone and way.states_on_host == blocks and way.in_backward and work.fused and way.checkpointed == blocks:
         for count in [*range(GRADE, blocks, GRADE), blocks]:
-            if host_memory(work, 1, True, count) <= pod.memory:
+            if host_memory(work, 1, blocks, count) <= pod.memory:
                 yield replace(way, streamed=count)
 
 
@@ -257,24 +264,26 @@ def _checkpointed(job: Job, blocks: int) -> list[int]:
     """How many blocks may be checkpointed: none, all, and about a dozen numbers between."""
     if job.plan.checkpointing is not None:
         return [blocks if job.plan.checkpointing else 0]
-    return [*range(0, blocks, GRADE), blocks]
+    return [*range(0, blocks, GRADE // 2), blocks]
 
 
-def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> tuple[bool, ...]:
-    """Whether the optimizer's states may lie on the host: False, True or both."""
+def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> list[int]:
+    """Of how many blocks the optimizer's states may lie on the host."""
     if job.method == "lora" or needs_whole_model(job.optimizer):
-        return (False,)
-    host = (True,) if host_memory(work, processes, True) <= pod.memory else ()
+        return [0]
+    blocks = work.shape.blocks
     if job.optimizer.startswith("Paged") or job.plan.optimizer_states == "host":
-        return host
-    if job.plan.optimizer_states == "device" or work.optimizer < GIB:
-        return (False,)
-    return (False, *host)
+        counts = [blocks]
+    elif job.plan.optimizer_states == "device" or work.optimizer < GIB:
+        return [0]
+    else:
+        counts = [0, *range(GRADE, blocks, GRADE), blocks]
+    return [count for count in counts if not count or host_memory(work, processes, count) <= pod.memory]
 
 
-def host_memory(work: Work, processes: int, states: bool, streamed: int = 0) -> int:
-    """Bytes of RAM the training takes, with or without the optimizer's states and the weights of some blocks."""
-    held = (work.optimizer if states else 0) + estimate.streamed_bytes(work, streamed)
+def host_memory(work: Work, processes: int, states: int, streamed: int = 0) -> int:
+    """Bytes of RAM the training takes, with the optimizer's states and the weights of so many blocks."""
+    held = estimate.host_states(work, states) + estimate.streamed_bytes(work, streamed)
     return processes * estimate.HOST_PER_PROCESS + held
 
 
@@ -299,7 +308,7 @@ def _why_not(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], room: int) -
     if _fits(job, replace(pod, memory=ANY_MEMORY), work, len(gpus), room):  # RAM is all that lacks
         ram = (
             f"With the optimizer's {in_gib(work.optimizer)} on the host this pod needs "
-            f"{in_gib(host_memory(work, len(gpus), True))} of RAM; it has {in_gib(pod.memory)}."
+            f"{in_gib(host_memory(work, len(gpus), work.shape.blocks))} of RAM; it has {in_gib(pod.memory)}."
         )
         told = ram if least.states_on_host else f"{told} {ram}"
         cures = ["a pod with more RAM"] if least.states_on_host else [*cures, "a pod with more RAM"]
@@ -330,7 +339,7 @@ def _cures(job: Job, pod: Pod, work: Work, processes: int, room: int) -> list[st
     light = replace(work, optimizer=eight_bit, fused=True)
     if work.optimizer > light.optimizer and _fits(_changed(job, optimizer="AdamW8bit"), pod, light, processes, room):
         cures.append("optimizer: AdamW8bit")
-    lora = Arrangement(processes, 1, job.images_per_step, False, False, work.shape.blocks, True, False, False, 0)
+    lora = Arrangement(processes, 1, job.images_per_step, False, False, work.shape.blocks, True, False, 0, 0)
     if peak_of(replace(work, lora=True, trained=0, optimizer=0), lora) <= room:
         cures.append("method: lora")
     return cures
@@ -362,7 +371,7 @@ def cpu_way(job: Job, work: Work) -> Arrangement:
         checkpointed=work.shape.blocks if wish.checkpointing else 0,
         compiled=bool(wish.compile),
         in_backward=_in_backward(job),
-        states_on_host=False,
+        states_on_host=0,
         streamed=0,
     )
 

@@ -13,7 +13,7 @@ from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.optimizer import Optimizer, OptimizerStateError, Piece, SavedOptimizer
 from trainer.randomness import hash_keys
-from trainer.streamed import StreamedStates
+from trainer.streamed import StreamedStates, spread
 from trainer.trained import Trained, by_block
 
 BLOCK = 256  # elements that share one scale in an 8-bit state
@@ -28,11 +28,11 @@ class Blockwise(Optimizer):
 
     A state is 8-bit where the *logical* tensor is a matrix whose rows are whole blocks of 256, so that no block
     straddles two processes, and float32 elsewhere. bitsandbytes' own rule looks at the local size and would change with
-    the GPU count.
+    the GPU count. Those of ``host`` blocks lie in the host's memory, on a GPU.
     """
 
     def __init__(
-        self, tensors: Iterable[Trained], job: Job, *, kernel: Literal["adam", "lion"], bits: Literal[8, 32], host: bool
+        self, tensors: Iterable[Trained], job: Job, *, kernel: Literal["adam", "lion"], bits: Literal[8, 32], host: int
     ):
         super().__init__(tensors, job.seed)
         self.kernel = kernel
@@ -46,7 +46,8 @@ class Blockwise(Optimizer):
         self.names = ("state1", "state2") if kernel == "adam" else ("state1",)
         device = self.tensors[0].weight.device
         self.on_gpu = device.type == "cuda"
-        blocks = by_block(self.tensors) if host and self.on_gpu else []
+        blocks = by_block(self.tensors) if self.on_gpu else []
+        blocks = [blocks[number] for number in spread(host, len(blocks))] if blocks else []
         meta = [{t.name: self._new_states(t, bits, torch.device("meta")) for t in block} for block in blocks]
         self.streamed = StreamedStates(meta, device) if meta else None
         self.states = {

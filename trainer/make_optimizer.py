@@ -38,7 +38,7 @@ ELEMENTWISE = ("AdamW",)  # among CLASSES: a row's update needs nothing of the o
 def make_optimizer(tensors: Sequence[Trained], job: Job, plan: Plan, world: World) -> Optimizer:
     """Raises JobError for an import path that leads nowhere, and for arguments that the optimizer does not take."""
     if job.optimizer in BLOCKWISE:
-        return Blockwise(tensors, job, host=plan.optimizer_states == "host", **BLOCKWISE[job.optimizer])
+        return Blockwise(tensors, job, host=plan.host_state_blocks, **BLOCKWISE[job.optimizer])
     kind = imported(CLASSES.get(job.optimizer, job.optimizer), "optimizer")
     arguments = dict(job.optimizer_args)
     if "weight_decay" in inspect.signature(kind).parameters:

@@ -34,7 +34,7 @@ def way(**changes: object) -> Arrangement:
         "checkpointed": DEV.blocks,
         "compiled": True,
         "in_backward": True,
-        "states_on_host": False,
+        "states_on_host": 0,
         "streamed": 0,
     }
     return Arrangement(**(known | changes))  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_time_as_measured() -> None:
     h200 = find_gpu("H200")
     assert h200
     plain = way(checkpointed=0)
-    paged = way(states_on_host=True, images_per_pass=8)
+    paged = way(states_on_host=DEV.blocks, images_per_pass=8)
     measured = (
         (0.504, seconds_per_step(work(), plain, h200, 1)),
         (0.443, seconds_per_step(work("lora"), plain, h200, 1)),
@@ -111,7 +111,7 @@ def test_kept_gradients_cost_their_full_size() -> None:
 
 
 def test_states_on_the_host_leave_the_device() -> None:
-    on_host = memory_per_gpu(work(), way(states_on_host=True)).optimizer
+    on_host = memory_per_gpu(work(), way(states_on_host=DEV.blocks)).optimizer
     assert (memory_per_gpu(work(), way()).optimizer - on_host) / GIB == pytest.approx(20.6, abs=0.2)
 
 

@@ -42,8 +42,8 @@ def train(optimizer: Blockwise, steps: range = range(STEPS), go: float = 1.0) ->
             optimizer.update(tensor)
 
 
-def make(tensors: list[Trained], name: str, places: str = "device") -> Blockwise:
-    optimizer = make_optimizer(tensors, make_job(optimizer=name), replace(PLAN, optimizer_states=places), world=None)  # type: ignore[arg-type]
+def make(tensors: list[Trained], name: str, host: int = 0) -> Blockwise:
+    optimizer = make_optimizer(tensors, make_job(optimizer=name), replace(PLAN, host_state_blocks=host), world=None)  # type: ignore[arg-type]
     assert isinstance(optimizer, Blockwise)
     return optimizer
 
@@ -75,9 +75,10 @@ def test_the_gpu_steps_as_the_cpu(name: str) -> None:
             torch.testing.assert_close(found[state], values, rtol=2e-2 if "8bit" in name else 1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("host", [2, BLOCKS])
 @pytest.mark.parametrize("name", BLOCKWISE)
-def test_streamed_states_change_nothing(name: str) -> None:
-    resident, streamed = make(start("cuda", torch.bfloat16), name), make(start("cuda", torch.bfloat16), name, "host")
+def test_streamed_states_change_nothing(name: str, host: int) -> None:
+    resident, streamed = make(start("cuda", torch.bfloat16), name), make(start("cuda", torch.bfloat16), name, host)
     assert streamed.streamed is not None
     for optimizer in (resident, streamed):
         train(optimizer, range(3))
@@ -89,7 +90,7 @@ def test_streamed_states_change_nothing(name: str) -> None:
 
 
 def test_going_on_from_states_that_were_brought_back() -> None:
-    straight, second = (make(start("cuda", torch.bfloat16), "AdamW8bit", "host") for _ in range(2))
+    straight, second = (make(start("cuda", torch.bfloat16), "AdamW8bit", BLOCKS) for _ in range(2))
     train(straight, range(3))
     for piece, other in zip(second.pieces(), straight.pieces(), strict=True):
         piece.tensor.copy_(other.tensor)

@@ -50,7 +50,7 @@ def make_batch() -> Batch:
     ).to(torch.device("cuda"))
 
 
-def trained(streamed: int, states: str, compiled: bool) -> dict[str, torch.Tensor]:
+def trained(streamed: int, states: int, compiled: bool) -> dict[str, torch.Tensor]:
     device = torch.device("cuda", 0)
     world = World(0, 1, device, None)  # type: ignore[arg-type]
     plan = replace(
@@ -58,7 +58,7 @@ def trained(streamed: int, states: str, compiled: bool) -> dict[str, torch.Tenso
         device="cuda",
         checkpointed_blocks=SHAPE.blocks,
         streamed_blocks=streamed,
-        optimizer_states=states,
+        host_state_blocks=states,
         optimizer_in_backward=True,
         compile=compiled,
     )
@@ -89,7 +89,7 @@ def trained(streamed: int, states: str, compiled: bool) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_lies_on_the_host_changes_nothing(compiled: bool) -> None:
-    resident = trained(0, "device", compiled)
-    for streamed in (3, SHAPE.blocks):
-        found = trained(streamed, "host", compiled)
-        assert all(torch.equal(found[name], weight) for name, weight in resident.items()), streamed
+    resident = trained(0, 0, compiled)
+    for streamed, states in ((0, 4), (3, SHAPE.blocks), (SHAPE.blocks, SHAPE.blocks)):
+        found = trained(streamed, states, compiled)
+        assert all(torch.equal(found[name], weight) for name, weight in resident.items()), (streamed, states)

@@ -244,5 +244,5 @@ def test_pieces_share_the_states_memory() -> None:
 
 def test_states_are_streamed_only_between_a_host_and_a_gpu() -> None:
     job = make_job(optimizer="PagedAdamW8bit")
-    on_cpu = Blockwise(make_trained(start()), job, kernel="adam", bits=8, host=True)
+    on_cpu = Blockwise(make_trained(start()), job, kernel="adam", bits=8, host=3)
     assert on_cpu.streamed is None
