@@ -36,6 +36,7 @@ CPU_PARAMETERS = 100_000_000  # flux-tiny has a few millions; one step of a real
 LORA_STEPS = 1000
 FULL_EPOCHS, FULL_LEAST, FULL_MOST = 100, 1000, 4000
 MANY_VIEWS = {"full": 200, "lora": 300}  # times one image is seen, from where on a model repeats it by heart
+DAY_IN_MINUTES = 24 * 60
 MOST_WORKERS = 2  # per process: cached images are read, not decoded; more only costs memory
 
 
@@ -67,6 +68,7 @@ class Plan:
     steps_per_epoch: int
     memory_per_gpu: int  # estimated peak, bytes
     state_bytes: int  # of one complete state
+    weights_bytes: int  # of its weights, and of the output
     disk_bytes: int  # of all states at most, the one being written included
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
@@ -110,7 +112,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         device = Choice("device", "CPU", f"no GPU here; {work.weights / 1e6:.1f} M parameters need none")
     split = split_images(job.images_per_step, way.processes)
     steps, per_epoch, length_reason = run_length(job, data)
-    disk, disk_reason = disk_needed(job, work, steps)
+    disk, disk_reason = disk_needed(job, work, steps, per_epoch)
     threads = max(1, pod.cpus // way.processes)
     workers, workers_reason = _workers(pod, way)
     memory = estimate.memory_per_gpu(work, way)
@@ -142,6 +144,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         steps_per_epoch=per_epoch,
         memory_per_gpu=memory.peak,
         state_bytes=work.state,
+        weights_bytes=work.weights_file,
         disk_bytes=disk,
         choices=choices,
         warnings=(),
@@ -163,7 +166,7 @@ def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) 
     step = estimate.seconds_per_step(work, _way_of(plan), slowest, max(plan.split))
     rounds = 1 + math.ceil(plan.steps / job.sample.every)
     sample = estimate.seconds_per_sample(work, job.sample.steps, slowest)
-    saves = math.ceil(plan.steps / job.save.every)
+    saves = count_saves(job, plan.steps, plan.steps_per_epoch)
     return Prediction(
         step=step,
         images_per_second=job.images_per_step / step,
@@ -213,10 +216,20 @@ def run_length(job: Job, data: DataSummary) -> tuple[int, int, str]:
     return steps, per_epoch, f"the default: {FULL_EPOCHS} epochs within {FULL_LEAST} to {FULL_MOST} steps; {epoch}"
 
 
-def disk_needed(job: Job, work: Work, steps: int) -> tuple[int, str]:
+def count_saves(job: Job, steps: int, per_epoch: int) -> int:
+    """Of a run; where they go by the clock, as many as a day has, which is longer than most runs."""
+    kind, number = job.save.interval
+    if kind == "minutes":
+        return min(steps, math.ceil(DAY_IN_MINUTES / number))
+    return math.ceil(steps / (number * (per_epoch if kind == "epochs" else 1)))
+
+
+def disk_needed(job: Job, work: Work, steps: int, per_epoch: int) -> tuple[int, str]:
     """Bytes of all states at the fullest moment, while a new one is written and none is removed yet; and in words."""
-    saves = math.ceil(steps / job.save.every)
+    saves = count_saves(job, steps, per_epoch)
     weights = saves if job.save.weights == "all" else max(int(job.save.weights), job.save.states)
+    if job.save.keep_every:
+        weights += steps // job.save.keep_every
     most_weights, most_optimizers = min(saves, weights + 1), min(saves, job.save.states + 1)
     total = most_weights * work.weights_file + most_optimizers * work.optimizer
     return total, (
@@ -314,11 +327,6 @@ def _warn_gpus(pod: Pod, gpus: tuple[Gpu, ...]) -> list[str]:
 
 def _warn_pod(pod: Pod, work: Work, way: Arrangement, plan: Plan) -> list[str]:
     warnings: list[str] = []
-    if 0 < pod.disk_free < plan.disk_bytes:
-        warnings.append(
-            f"States will take up to {decimal(plan.disk_bytes)}; the volume has {decimal(pod.disk_free)} free. Make it "
-            "larger, or lower save.weights and save.states."
-        )
     if plan.device == "cpu":
         return warnings
     need = host_memory(work, way.processes, way.states_on_host, way.streamed)

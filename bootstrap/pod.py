@@ -93,6 +93,19 @@ def read_memory(root: Path, environment: Mapping[str, str]) -> int:
     return min([limit for limit in (host, *limits) if limit > 0], default=0)
 
 
+def read_free_memory(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
+    """Bytes of RAM this container may still take: what the host has available, and what the control group's limit
+    leaves beside what is in use, cached files not counted. 0 where it cannot be told."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    if match is None:
+        return 0
+    used = _group_files(root, "", "memory.current") + _group_files(root, "memory", "memory.usage_in_bytes")
+    stats = _group_files(root, "", "memory.stat") + _group_files(root, "memory", "memory.stat")
+    cached = [int(n) for text in stats for n in re.findall(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)]
+    in_use = max((int(text) for text in used if text.strip().isdigit()), default=0) - max(cached, default=0)
+    return max(0, min(int(match[1]) * 1024, read_memory(root, environment) - max(0, in_use)))
+
+
 def read_oom_kills(root: Path = Path("/")) -> int:
     """How many processes of this container the kernel has killed for want of memory so far."""
     texts = _group_files(root, "", "memory.events") + _group_files(root, "memory", "memory.oom_control")

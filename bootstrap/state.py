@@ -1,4 +1,4 @@
-"""Reading, checking and thinning states; writing one needs the trainer (trainer/checkpoint.py).
+"""Reading, checking and thinning states; writing one needs the trainer (trainer/saver.py).
 
 ``states/step-000500/`` holds ``model.safetensors``, ``optimizer.safetensors`` and ``state.json``, whose extents say how
 long each run of bytes is and what it hashes to. A folder without a valid ``state.json`` is not a state. A state that
@@ -8,23 +8,26 @@ lost its optimizer to thinning is a checkpoint: it can be used and shared, not g
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from bootstrap.volume import write_atomically
-from jobs.problem import Problem
-from jobs.schema import Job, Lora
+from bootstrap.volume import remove_parts, write_atomically
+from jobs.schema import Lora, Save
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MANIFEST = "state.json"
 VERSION = 1
-BLOCK = 16 * 1024 * 1024  # bytes read at once while hashing
+BLOCK = 8 * 1024 * 1024  # bytes read at once while hashing
+MOST_READERS = 8  # threads that hash: SHA-256 takes 0.5 to 2 GB/s of one core, and a good disk gives more
+SET_ASIDE = "set-aside"  # below the run's folder: what a run that went back had made beyond there
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Manifest:
     seconds: float  # that writing it took
     files: dict[str, int]  # name to bytes
     extents: tuple[Extent, ...] = field(default=())
+    saved: str = ""  # when, UTC
+    optimizer_args: dict[str, Any] | None = None
+    resume_from: int | None = None  # of the job that made it: the step that this line of states branches off at
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class State:
     @property
     def optimizer(self) -> Path:
         return self.path / OPTIMIZER_FILE
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.manifest.files.values())
 
 
 class StateError(ValueError):
@@ -131,25 +141,35 @@ def _check_cover(state: str, file: str, size: int, extents: Iterable[Extent]) ->
 
 
 def verify(state: State) -> None:
-    """Hashes every byte, sequentially. Raises StateError naming the first damaged run."""
-    for name in state.manifest.files:
-        extents = sorted((e for e in state.manifest.extents if e.file == name), key=lambda e: e.offset)
-        try:
-            with (state.path / name).open("rb") as file:
-                for extent in extents:
-                    if _hash(file, extent.length) != extent.sha256:
-                        end = extent.offset + extent.length
-                        raise StateError(f"{state.path.name}/{name} is damaged between bytes {extent.offset} and {end}")
-        except OSError as error:  # a bad disk, or gone since it was listed
-            raise StateError(f"{state.path.name}/{name} cannot be read: {error}") from error
+    """Hashes every byte, several extents at a time. Raises StateError naming the first damaged run."""
+    extents = sorted(state.manifest.extents, key=lambda e: (e.file, e.offset))
+    descriptors: dict[str, int] = {}
+    try:
+        for name in state.manifest.files:
+            descriptors[name] = os.open(state.path / name, os.O_RDONLY)
+        with ThreadPoolExecutor(min(MOST_READERS, len(os.sched_getaffinity(0)))) as pool:
+            hashes = pool.map(lambda extent: _hash(descriptors[extent.file], extent), extents)
+            for extent, found in zip(extents, hashes, strict=True):
+                if found != extent.sha256:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    place = f"bytes {extent.offset} and {extent.offset + extent.length}"
+                    raise StateError(f"{state.path.name}/{extent.file} is damaged between {place}")
+    except OSError as error:  # a bad disk, or gone since it was listed
+        raise StateError(f"{state.path.name} cannot be read: {error}") from error
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
-def _hash(file: BinaryIO, length: int) -> str:
-    """Of the next ``length`` bytes, or of what there is of them."""
-    digest, left = hashlib.sha256(), length
-    while left and (data := file.read(min(left, BLOCK))):
-        digest.update(data)
-        left -= len(data)
+def _hash(descriptor: int, extent: Extent) -> str:
+    """Of an extent's bytes, or of what there is of them."""
+    digest, block, done = hashlib.sha256(), memoryview(bytearray(min(BLOCK, extent.length))), 0
+    while done < extent.length:
+        count = os.preadv(descriptor, [block[: extent.length - done]], extent.offset + done)
+        if count == 0:
+            break
+        digest.update(block[:count])
+        done += count
     return digest.hexdigest()
 
 
@@ -181,9 +201,9 @@ def newest_whole(folder: Path) -> tuple[State | None, list[str]]:
     return None, notes
 
 
-def prune(folder: Path, newest: int, keep_states: int, keep_weights: int | Literal["all"]) -> None:
-    """Of the states up to step ``newest``, just saved, takes the optimizer from all but the last ``keep_states``, and
-    removes all but the last ``keep_weights``.
+def prune(folder: Path, newest: int, save: Save) -> None:
+    """Of the states up to step ``newest``, just saved, takes the optimizer from all but the last ``save.states``, and
+    removes all but the last ``save.weights`` and those at multiples of ``save.keep_every``.
 
     One beyond ``newest`` is not counted: the run went on from an older one, because this one is damaged. A kill in the
     middle leaves a valid checkpoint with a file too many, or a hidden folder, which the next call takes away.
@@ -192,18 +212,43 @@ def prune(folder: Path, newest: int, keep_states: int, keep_weights: int | Liter
     states = [state for state in list_states(folder)[0] if state.step <= newest]
     states.reverse()
     for place, state in enumerate(states):
-        if place < keep_states:
+        if place < save.states:
             continue
-        if keep_weights != "all" and place >= keep_weights:
-            shutil.rmtree(state.path.rename(state.path.with_name(f".{state.path.name}.old")))
-        else:
+        stays = save.weights == "all" or place < save.weights or (save.keep_every and state.step % save.keep_every == 0)
+        if stays:
             thin(state)
+        else:
+            shutil.rmtree(state.path.rename(state.path.with_name(f".{state.path.name}.old")))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Takes away what a kill left of a save or a removal: up to a whole state, on a volume that may have no room."""
+    """Takes away what a kill left of a save, of a removal (up to a whole state, on a volume that may have no room) or
+    of thinning."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    remove_parts(*(path for path in folder.glob("step-*") if path.is_dir()))
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder, damaged or not, was made by a save; anything else in its place is somebody's."""
+    try:
+        _MANIFEST.validate_json((path / MANIFEST).read_bytes())
+    except (OSError, ValidationError):
+        return False
+    return not path.is_symlink()
+
+
+def set_aside(paths: Iterable[Path], run: Path) -> Path | None:
+    """Moves what must not be written over into a new folder below ``run``; gives that folder, None for nothing."""
+    there = [path for path in paths if os.path.lexists(path)]
+    if not there:
+        return None
+    number = 1 + max((int(p.name) for p in (run / SET_ASIDE).glob("*") if p.name.isdecimal()), default=0)
+    target = run / SET_ASIDE / str(number)
+    target.mkdir(parents=True)
+    for path in there:
+        path.rename(target / path.name)
+    return target
 
 
 def thin(state: State) -> None:
@@ -214,23 +259,3 @@ def thin(state: State) -> None:
     if state.resumable:
         write_manifest(state.path, replace(kept, files=files, extents=extents))
     state.optimizer.unlink(missing_ok=True)
-
-
-def resume_problems(state: State, job: Job) -> list[Problem]:
-    """What in the job would make the state meaningless. Everything else may change; the job's new value wins."""
-    kept, state_of = state.manifest, f"the state of step {state.step} was trained with"
-    pairs: list[tuple[str, object, object]] = [
-        ("base", kept.base, job.base),
-        ("method", kept.method, job.method),
-        # A Paged optimizer keeps the same states elsewhere.
-        ("optimizer", kept.optimizer.removeprefix("Paged"), job.optimizer.removeprefix("Paged")),
-    ]
-    if kept.lora and job.lora:
-        pairs += [(f"lora.{key}", getattr(kept.lora, key), getattr(job.lora, key)) for key in Lora.model_fields]
-    anew = f" from these weights (base: {state.model}, with vae and text_encoders)" if job.method == "full" else ""
-    remedy = f"Put {{}} back, or give the job another name to start anew{anew}"
-    return [
-        Problem(f"{now} cannot go on: {state_of} {before}", remedy.format(before), key=key)
-        for key, before, now in pairs
-        if before != now
-    ]

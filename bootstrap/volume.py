@@ -77,6 +77,16 @@ class RunFolder:
     def output(self) -> Path:
         return self.root / "output"
 
+    @property
+    def save_now(self) -> Path:
+        """A file here asks for a state after the step under way; it is removed when the state stands."""
+        return self.root / "save-now"
+
+    @property
+    def pause(self) -> Path:
+        """While a file is here, training rests, its state saved."""
+        return self.root / "pause"
+
 
 @dataclass(frozen=True)
 class Volume:

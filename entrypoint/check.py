@@ -18,7 +18,9 @@ from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
-from bootstrap.state import list_states, resume_problems
+from bootstrap.resume import beyond, resume_problems
+from bootstrap.room import refuse_without_room
+from bootstrap.state import list_states
 from bootstrap.volume import Volume
 from jobs import yaml12
 from jobs.load import load_job
@@ -126,6 +128,7 @@ def _here(job: Job, volume: Volume, base: FluxShape, data: DataSummary) -> int:
     pod = read_pod(volume.root)
     try:
         plan = make_plan(job, pod, base, data)
+        refuse_without_room(plan, job, volume.run(job.name), pod.disk_free)
     except PodError as error:
         print(render_pod(pod))
         print(textwrap.fill(str(error), WIDTH), file=sys.stderr)
@@ -134,12 +137,15 @@ def _here(job: Job, volume: Volume, base: FluxShape, data: DataSummary) -> int:
     states, notes = list_states(volume.run(job.name).states)
     for note in notes:
         print(f"states: {note}")
-    whole = [state for state in states if state.resumable]
+    going = beyond(states, job.resume_from) if job.resume_from is not None else []
+    whole = [state for state in states if state.resumable and state not in going]
     if not whole:
         return DONE
     if problems := resume_problems(whole[-1], job):
         raise JobError(problems)
     print(f"states: a run would go on at step {whole[-1].step}")
+    if going:
+        print(f"states: those of steps {', '.join(str(state.step) for state in going)} would be set aside")
     return DONE
 
 

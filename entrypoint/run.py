@@ -38,8 +38,10 @@ from bootstrap.plan import Plan, make_plan
 from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
 from bootstrap.remote import fetch_datasets
+from bootstrap.resume import changed_settings, choose_state, refuse_absent_adapter
+from bootstrap.room import refuse_without_room
 from bootstrap.run_file import RunFile
-from bootstrap.state import State, list_states, newest_whole, read_state, remove_leftovers, resume_problems
+from bootstrap.state import State, list_states, read_state, remove_leftovers
 from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
 from bootstrap.volume_probe import VolumeFacts, probe_volume, room
 from bootstrap.wanted import Wanted
@@ -266,6 +268,7 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     running.status.tell("preparing", "measuring the pod")
     pod = examine(job, pod, facts, volume, running.say, running.stop, download=to_be_fetched(job.base, volume))
     # The data first: what is wrong with them should not come out after an hour of fetching weights.
+    refuse_absent_adapter(job, volume)
     running.preparing("data: looking through the pictures")
     fetch_datasets(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
     dataset = scan(job, volume, running.say, remember=True)
@@ -277,6 +280,7 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     plan = make_plan(job, pod, weights.shape, dataset.summary())
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)
+    refuse_without_room(plan, job, running.folder, pod.disk_free)
     run = RunFile(job, plan, weights, volume.root, state.path if state else None)
     run.write(dataset.items)
     return run, dataset.items
@@ -303,18 +307,18 @@ def to_be_fetched(base: str, volume: Volume) -> bool:
 
 def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
     """The newest whole state; says where the run goes on. Raises JobError where the job no longer fits it."""
-    state, notes = newest_whole(running.folder.states)
-    for note in notes:
+    folder = running.folder
+    chosen = choose_state(folder, job)
+    for note in chosen.notes:
         running.say(f"states: {note}")
+    state = chosen.state
     if state is None:
         return _without_a_whole_state(job, plan, running)
-    if problems := resume_problems(state, job):
-        raise JobError(problems)
     if state.step >= plan.steps:
         running.say(f"the newest state is of step {state.step}: all {plan.steps} steps are done")
     else:
         running.say(f"going on at step {state.step} of {plan.steps}")
-    for line in changed_settings(running.folder.run_file, job):
+    for line in changed_settings(folder.run_file, job):
         running.say(line)
     if state.manifest.processes != plan.processes:
         running.say(
@@ -334,23 +338,6 @@ def _without_a_whole_state(job: Job, plan: Plan, running: Running) -> State | No
     told = f"{running.folder.states} holds checkpoints or damaged states, but none that can be gone on from"
     remedy = "Give the job another name to start anew, or move that folder away"
     raise JobError([Problem(told, remedy, key="name")])
-
-
-def changed_settings(run_file: Path, job: Job) -> list[str]:
-    """What the job now says otherwise than at the last start; the new values hold from here on."""
-    try:
-        before = RunFile.read(run_file).job.model_dump(mode="json")
-    except (OSError, ValueError):  # the first start, or an older program's
-        return []
-    now = job.model_dump(mode="json")
-    changed = [key for key in now if before.get(key) != now[key]]
-    # Addresses are as good as passwords.
-    return [
-        f"changed: {key}"
-        if key in ("notify", "datasets")
-        else f"changed: {key} was {before.get(key)}, is now {now[key]}"
-        for key in changed
-    ]
 
 
 def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:

@@ -1,6 +1,8 @@
-"""Writes ``reference.yaml``, the manual of the job format, and ``job.schema.json``, by which editors complete it.
+"""Writes ``reference.yaml``, the manual of the job format, ``job.schema.json``, by which editors complete it, and
+``docs/on-resume.md``, which tells of each key whether it may change.
 
-Both are made from ``schema.py``: run ``python -m jobs.reference`` after a change there; a test holds them in step.
+They are made from ``schema.py`` and ``on_resume.py``: run ``python -m jobs.reference`` after a change there; a test
+holds them in step.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from jobs import rules, yaml12
+from jobs import on_resume, rules, yaml12
 from jobs.schema import ByMethod, Job, Section
 from jobs.unknown import section_of
 
@@ -165,13 +167,13 @@ def _all_sections(kind: type[Section]) -> Iterator[type[Section]]:
 def files() -> dict[str, str]:
     """The generated files by name."""
     schema = json.dumps(job_schema(), indent=2, ensure_ascii=False) + "\n"
-    return {"reference.yaml": reference(), "job.schema.json": schema}
+    return {"reference.yaml": reference(), "job.schema.json": schema, "../docs/on-resume.md": on_resume.as_markdown()}
 
 
 def main() -> None:
     for name, text in files().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
-        print(f"wrote {FOLDER / name}")
+        print(f"wrote {(FOLDER / name).resolve()}")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,18 @@ def _save(written: Mapping[str, Any]) -> Iterator[Finding]:
     if states is not None and weights is not None and states > weights >= 1:
         message = f"{weights} is less than states, {states}, and every state needs its weights"
         yield Finding(("save", "weights"), message, f"Write weights: {states} or more")
+    kept, every = _int(save.get("keep_every")), save.get("every")
+    steps = _int(every)
+    if kept is None:
+        return
+    if save.get("weights", "all" if written.get("method") == "lora" else 0) == "all":
+        yield Finding(("save", "keep_every"), "has no effect: the weights of all states stay", "Add weights: 2")
+    elif isinstance(every, str) and not every.strip().isdigit():
+        remedy = "Write every: as a number of steps, or delete keep_every"
+        yield Finding(("save", "keep_every"), f"counts steps, and states are saved every {shown(every)}", remedy)
+    elif steps and kept % steps:
+        message = f"{kept} is no multiple of every, {steps}, so that no state is saved there"
+        yield Finding(("save", "keep_every"), message, f"Write {max(1, round(kept / steps)) * steps}, for example")
 
 
 def _gpus(written: Mapping[str, Any]) -> Iterator[Finding]:

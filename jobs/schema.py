@@ -22,13 +22,16 @@ from jobs.values import (
     Count,
     CropFocus,
     FilePath,
+    Interval,
     KeptWeights,
     MethodName,
     Name,
     Number,
+    OnError,
     Optimizer,
     Options,
     Resolution,
+    SaveInterval,
     Schedule,
     Sharding,
     Side,
@@ -38,6 +41,7 @@ from jobs.values import (
     Text,
     TimestepSampling,
     WhenDone,
+    interval_of,
 )
 
 SINGLE_FILE_ENDINGS = (".safetensors", ".sft")
@@ -107,6 +111,13 @@ class Lora(Section):
         "attention, or a list of patterns of diffusers module names ('*' stands for anything).",
         why="These hold most of the weights; the modulation makes training touchy.",
         example=["transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_out"],
+    )
+
+    start: FilePath | None = key(
+        None,
+        doc="An adapter to start from: a finished LoRA as this program writes it, of this rank and these targets.",
+        example="runs/my-lora/output/my-lora.safetensors",
+        left_out="an adapter that changes nothing yet",
     )
 
     @model_validator(mode="before")
@@ -244,11 +255,11 @@ class DatasetEntry(Section):
 class Save(Section):
     """When states are saved and how many stay. A state holds everything to go on from; its weights are a checkpoint."""
 
-    every: Count = key(
+    every: SaveInterval = key(
         ByMethod(full=500, lora=250),
-        doc="Steps between two saves. The end of the run is always saved.",
-        why="A save of a full checkpoint takes minutes; an adapter is small.",
-        ge=1,
+        doc="From one save to the next: a number of steps, or a time (30m, 2h), or epochs (5 epochs). The end of the "
+        "run is always saved.",
+        why="A full checkpoint with its optimizer is 48 GB; an adapter is small.",
     )
     states: Count = key(
         1,
@@ -261,6 +272,23 @@ class Save(Section):
         doc="Of how many of the newest states the weights stay; all keeps every one.",
         why="A full checkpoint is 24 GB. Adapters are small, and the best one is rarely the last.",
     )
+    keep_every: Count | None = key(
+        None,
+        doc="Weights of steps that are multiples of this stay, beside those of the newest.",
+        example=1000,
+        left_out="only the newest stay",
+        ge=1,
+    )
+    on_error: OnError = key(
+        "go-on",
+        doc="What happens when the volume does not take a state: go-on trains on and tries again at the next save, "
+        "stop ends the run. The older states stay in either case, and the last state of a run must succeed.",
+        why="A full volume can be cleaned up while training goes on.",
+    )
+
+    @property
+    def interval(self) -> Interval:
+        return interval_of(self.every)
 
 
 class Sample(Section):
@@ -557,6 +585,14 @@ class Job(Section):
         why="Any number will do.",
         ge=0,
         le=MOST_SEED,
+    )
+    resume_from: Count | None = key(
+        None,
+        doc="Go back to the whole state of this step. What the run has made beyond it is set aside, not overwritten. "
+        "States saved since then are gone on from as usual, so the line may stay in the job.",
+        example=500,
+        left_out="a run goes on from its newest whole state",
+        ge=1,
     )
     save: Save = key(
         doc="When states are saved and how many stay. A state is all it takes to go on, a checkpoint included.",

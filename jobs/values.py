@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -243,6 +243,42 @@ def _kept_weights(value: Any) -> int | str:
     return number
 
 
+_INTERVAL = re.compile(r"(\d+)\s*(epochs?|m|min|minutes?|h|hours?)")
+
+
+def _interval(value: Any) -> int | str:
+    """Steps as a number, or text: "30m", "2h", "1 epoch", "5 epochs"."""
+    match = _INTERVAL.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
+            raise wrong(f"{shown(value)} is no interval", "Write steps (500), minutes (30m), hours (2h) or 5 epochs")
+        number, text = _count(value), None
+    else:
+        number, unit = int(match[1]), match[2]
+        text = f"{number} epoch{'s' if number > 1 else ''}" if unit.startswith("epoch") else f"{number}{unit[0]}"
+    if not 1 <= number <= 10**9:
+        raise wrong(f"{number} is out of range", "Write a number from 1")
+    return number if text is None else text
+
+
+class Interval(NamedTuple):
+    """How far apart two saves are."""
+
+    kind: Literal["steps", "epochs", "minutes"]
+    number: int
+
+
+def interval_of(value: int | str) -> Interval:
+    """What a value that ``_interval`` has let pass means."""
+    if isinstance(value, int):
+        return Interval("steps", value)
+    match = _INTERVAL.fullmatch(value)
+    assert match is not None
+    if match[2].startswith("epoch"):
+        return Interval("epochs", int(match[1]))
+    return Interval("minutes", int(match[1]) * (60 if match[2] == "h" else 1))
+
+
 def _options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise wrong(f"{shown(value)} is not a group of options", "Write {name: value, name: value}")
@@ -291,6 +327,16 @@ KeptWeights = Annotated[
     BeforeValidator(_kept_weights),
     json_schema(anyOf=[{"type": "integer", "minimum": 1}, {"const": "all"}]),
 ]
+SaveInterval = Annotated[
+    int | str,
+    BeforeValidator(_interval),
+    json_schema(
+        anyOf=[
+            {"type": "integer", "minimum": 1},
+            {"type": "string", "pattern": r"^\d+\s*(epochs?|m|min|minutes?|h|hours?)$"},
+        ]
+    ),
+]
 Options = Annotated[dict[str, Any], BeforeValidator(_options), json_schema(type="object")]
 MethodName = Annotated[Literal["lora", "full"], one_of(*METHODS)]
 TimestepSampling = Annotated[
@@ -299,6 +345,7 @@ TimestepSampling = Annotated[
 ]
 WhenDone = Annotated[Literal["idle", "stop", "terminate"], one_of("idle", "stop", "terminate")]
 BadImages = Annotated[Literal["fail", "skip"], one_of("fail", "skip")]
+OnError = Annotated[Literal["go-on", "stop"], one_of("go-on", "stop")]
 Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
 StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
 Optimizer = Annotated[

@@ -40,6 +40,7 @@ PLAN = Plan(
     steps_per_epoch=10,
     memory_per_gpu=0,
     state_bytes=0,
+    weights_bytes=0,
     disk_bytes=0,
     choices=(),
     warnings=(),

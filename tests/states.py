@@ -35,11 +35,11 @@ def make_manifest(files: dict[str, bytes], step: int, **keys: Any) -> Manifest:
     return Manifest(**common | {"step": step, "files": sizes, "extents": tuple(extents)} | keys)
 
 
-def make_state(folder: Path, step: int, name: str = "", *, optimizer: bool = True, **keys: Any) -> Path:
+def make_state(folder: Path, step: int, name: str = "", *, whole: bool = True, **keys: Any) -> Path:
     path = folder / (name or folder_name(step))
     path.mkdir(parents=True)
     files = {MODEL_FILE: bytes(f"weights of {step} " * 50, "ascii")}
-    if optimizer:
+    if whole:
         files[OPTIMIZER_FILE] = bytes(f"optimizer of {step} " * 90, "ascii")
     for file, data in files.items():
         (path / file).write_bytes(data)

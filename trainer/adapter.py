@@ -107,10 +107,13 @@ def to_kohya(weights: Mapping[str, torch.Tensor], alpha: float) -> dict[str, tor
     return tensors
 
 
-def from_kohya(tensors: Mapping[str, torch.Tensor], names: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
+def from_kohya(
+    tensors: Mapping[str, torch.Tensor], names: Sequence[str], rank: int, alpha: float
+) -> dict[str, torch.Tensor]:
     """The inverse of ``to_kohya`` for adapter tensors called ``names``, all of rank ``rank``.
 
-    Raises AdapterError where the file lacks a layer or its rank differs.
+    A file of another alpha comes out with weights that mean the same under this one. Raises AdapterError where the file
+    lacks a layer or its rank differs.
     """
     modules = sorted({match["module"] for name in names if (match := _WEIGHT.fullmatch(name))})
     shared: dict[str, dict[int, str]] = defaultdict(dict)
@@ -126,12 +129,15 @@ def from_kohya(tensors: Mapping[str, torch.Tensor], names: Sequence[str], rank: 
             raise AdapterError(f"the adapter has no {error.args[0]}") from error
         if down.shape[0] != rank * len(parts):
             raise AdapterError(f"{key} has rank {down.shape[0] // len(parts)}, not {rank}")
+        told = float(tensors.get(f"{key}.alpha", torch.tensor(down.shape[0]))) / len(parts)
+        strength = 1.0 if told == alpha or not alpha else told / alpha
         width = up.shape[0] // _units(bfl_name)
         for i, (part, module) in enumerate(sorted(parts.items())):
             columns = slice(i * rank, (i + 1) * rank)
             rows = slice(part * width, up.shape[0] if _is_last(bfl_name, part) else (part + 1) * width)
             weights[f"{module}.lora_A.default.weight"] = down[columns].contiguous()
-            weights[f"{module}.lora_B.default.weight"] = _swap_modulation(bfl_name, up[rows, columns]).contiguous()
+            half = _swap_modulation(bfl_name, up[rows, columns]).contiguous()
+            weights[f"{module}.lora_B.default.weight"] = half if strength == 1 else half * strength
     return weights
 
 

@@ -1,25 +1,32 @@
-"""Writing and loading states: every process its own rows of the same two files.
+"""Saving states and loading them.
 
 A state comes to be in ``.step-000500.part``, is flushed, and is renamed when every process has said that its bytes are
-down; only then older ones are pruned. Rank 0 makes the files and gives the verdict, all follow.
+down; only then older ones are pruned. Rank 0 makes the files and gives the verdict, all follow. Where host memory has
+room for a copy, training goes on while threads write it, and the state is published between two later steps.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from fcntl import ioctl
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event, Thread
 from typing import TypeVar
 
 import torch
 
-from bootstrap.layout import bfl_tensors
+from bootstrap.pod import read_free_memory
 from bootstrap.run_file import RunFile
 from bootstrap.state import (
     MODEL_FILE,
@@ -28,63 +35,201 @@ from bootstrap.state import (
     Extent,
     Manifest,
     State,
+    StateError,
     folder_name,
+    is_ours,
     prune,
     read_state,
+    set_aside,
     write_manifest,
 )
-from bootstrap.tensor_files import Header, TensorReader, bytes_of, make_header, read_tensors, write_from
+from bootstrap.tensor_files import TensorReader, read_tensors
 from bootstrap.volume import flush_folder
-from trainer.adapter import from_kohya, to_kohya
-from trainer.model import rows_in_bfl
-from trainer.optimizer import Optimizer, Piece, SavedOptimizer
+from jobs.schema import Lora
+from trainer.adapter import from_kohya
+from trainer.optimizer import Optimizer, SavedOptimizer
+from trainer.state_files import (
+    MOST_WRITERS,
+    DiscardedError,
+    Layout,
+    begin_folder,
+    create_files,
+    lay_out,
+    model_pieces,
+    refuse_non_finite,
+    stream_to_lead,
+    takes_many_writers,
+    write_spans,
+)
 from trainer.trained import Trained
 from trainer.world import World
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-class NonFiniteError(ValueError):
-    """A tensor with NaN or infinity in it, which no state may hold."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One file of a state: the bytes it begins with, where each tensor lies, and what this process writes there."""
-
-    name: str
-    start: bytes
-    header: Header
-    pieces: tuple[Piece, ...]
+MEMORY_LEFT = 4 << 30  # bytes of host memory that a copy must leave free: samples, compiling, page cache
+FICLONE = 0x40049409  # ioctl of Linux: one file shares the other's blocks
 
 
-def save_state(
-    run: RunFile, world: World, step: int, tensors: list[Trained], optimizer: Optimizer, metadata: Mapping[str, str]
-) -> State:
-    """Publishes the state after ``step`` updates; entered by every process.
+@dataclass
+class Writing:
+    """A state on its way to the disk."""
 
-    Raises, on all of them alike, OSError where the disk does not take it and NonFiniteError where a weight is not a
-    number; older states are untouched then and nothing half-written is left.
-    """
-    begun = time.monotonic()
-    final = run.folder.states / folder_name(step)
-    part = final.with_name(f".{final.name}.part")
-    scalars = optimizer.scalars()
-    layouts = [
-        _lay_out(MODEL_FILE, model_pieces(run, tensors, world), metadata, world),
-        _lay_out(OPTIMIZER_FILE, _own(optimizer.pieces(), tensors, world), {}, world),
-    ]
-    try:
-        together(world, lambda: _create(part, layouts) if world.leads else None)
-        extents = together(world, lambda: [e for layout in layouts for e in _write_pieces(part / layout.name, layout)])
-        every = [extent for some in world.gather(extents) for extent in some]
-        manifest = _manifest(run, step, scalars, layouts, every, time.monotonic() - begun)
-        together(world, lambda: _publish(part, final, manifest, run) if world.leads else None)
-    except BaseException:
-        if world.leads:
-            shutil.rmtree(part, ignore_errors=True)
-        raise
-    return State(final, manifest)
+    step: int
+    part: Path
+    layouts: list[Layout]
+    scalars: dict[str, object]
+    begun: float
+    stood_still: float = 0.0  # seconds that training waited for it
+    extents: list[Extent] = field(default_factory=list)
+    failure: Exception | None = None
+    given_up: Event = field(default_factory=Event)
+    thread: Thread | None = None  # None: nothing goes on in the background
+
+    @property
+    def busy(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def write(self, writers: int) -> None:
+        """This process's bytes; what goes wrong is kept for ``publish``."""
+        try:
+            for layout in self.layouts:
+                self.extents += write_spans(self.part / layout.name, layout, writers, self.given_up)
+        except (OSError, ValueError, DiscardedError) as failure:
+            self.failure = failure
+
+
+class Saver:
+    """Saves one state at a time. Every method is entered by all processes together."""
+
+    def __init__(self, run: RunFile, world: World):
+        self.run, self.world = run, world
+        self.writing: Writing | None = None
+        self.writers = max(2, min(MOST_WRITERS, run.plan.threads))
+        self.many_writers: bool | None = None  # whether the volume takes them; not tried yet
+
+    @property
+    def busy(self) -> bool:
+        """Whether this process is still writing; no process need be asked to know it."""
+        return self.writing is not None and self.writing.busy
+
+    def begin(self, step: int, tensors: list[Trained], optimizer: Optimizer, metadata: Mapping[str, str]) -> None:
+        """Takes the state after ``step`` updates: copied, and being written, or written when it returns.
+
+        Raises, on all processes alike, NonFiniteError where a weight is no number, and OSError; nothing half-written is
+        left then.
+        """
+        assert self.writing is None
+        begun, world = time.monotonic(), self.world
+        scalars = optimizer.scalars()
+        sharded = any(tensor.sharded for tensor in tensors)
+        optimizers = optimizer.pieces() if world.leads or sharded else []  # what all have, rank 0 writes
+        layouts = [
+            lay_out(MODEL_FILE, model_pieces(self.run, tensors, world), metadata, world),
+            lay_out(OPTIMIZER_FILE, optimizers, {}, world),
+        ]
+        together(world, lambda: refuse_non_finite(layouts))
+        part = self.run.folder.states / f".{folder_name(step)}.part"
+        self.writing = writing = Writing(step, part, layouts, scalars, begun)
+        with self._discarding():
+            together(world, lambda: begin_folder(part) if world.leads else None)
+            if self.many_writers is None:
+                self.many_writers = takes_many_writers(part.parent, world)
+                if not self.many_writers and world.leads:
+                    log.info("this volume does not take several writers in one file: process 0 writes for all")
+            if not self.many_writers:
+                for each in layouts:
+                    writing.extents += together(world, partial(stream_to_lead, part / each.name, each, world))
+            else:
+                together(world, lambda: create_files(part, layouts) if world.leads else None)
+                self._write(writing)
+        writing.stood_still = time.monotonic() - begun
+
+    def _write(self, writing: Writing) -> None:
+        """In the background where there is room for a copy, else now."""
+        if not self._room_for_a_copy(writing.layouts):
+            writing.write(self.writers)
+            return
+        writing.layouts = [layout.copied(self.writers) for layout in writing.layouts]
+        writing.thread = Thread(target=writing.write, args=(self.writers,), name="save", daemon=True)
+        writing.thread.start()
+
+    def _room_for_a_copy(self, layouts: Iterable[Layout]) -> bool:
+        need = sum(self.world.gather(sum(layout.bytes for layout in layouts)))
+        return self.world.from_lead(need + MEMORY_LEFT <= read_free_memory())
+
+    def publish(self) -> State:
+        """Waits for what is being written and makes it a state. Raises as ``begin`` does."""
+        assert self.writing is not None
+        writing, world, begun = self.writing, self.world, time.monotonic()
+        if writing.thread:
+            writing.thread.join()
+        with self._discarding():
+            together(world, lambda: _raise(writing.failure))
+            every = [extent for some in world.gather(writing.extents) for extent in some]
+            manifest = self._manifest(writing, every)
+            final = self.run.folder.states / folder_name(writing.step)
+            together(world, lambda: _publish(writing.part, final, manifest, self.run) if world.leads else None)
+        self.writing = None
+        stood_still = writing.stood_still + time.monotonic() - begun
+        size = sum(manifest.files.values()) / 1e9
+        log.info(
+            "saved the state of step %d in %.1f s (%.2f GB); training stood still for %.1f s",
+            writing.step,
+            manifest.seconds,
+            size,
+            stood_still,
+        )
+        return State(final, manifest)
+
+    def discard(self) -> None:
+        """Gives up what is being written."""
+        if self.writing is None:
+            return
+        self.writing.given_up.set()
+        if self.writing.thread:
+            self.writing.thread.join()
+        self.world.meet()  # nobody writes any more
+        if self.world.leads:
+            shutil.rmtree(self.writing.part, ignore_errors=True)
+        self.writing = None
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """What fails, fails on all processes alike, and leaves nothing half-written."""
+        try:
+            yield
+        except (OSError, ValueError, DiscardedError):
+            self.discard()
+            raise
+
+    def _manifest(self, writing: Writing, extents: list[Extent]) -> Manifest:
+        job, layouts = self.run.job, writing.layouts
+        heads = [Extent(each.name, 0, len(each.start), hashlib.sha256(each.start).hexdigest()) for each in layouts]
+        return Manifest(
+            version=VERSION,
+            step=writing.step,
+            method=job.method,
+            base=job.base,
+            seed=job.seed,
+            images_per_step=job.images_per_step,
+            processes=self.run.plan.processes,
+            optimizer=job.optimizer,
+            optimizer_scalars=writing.scalars,
+            lora=job.lora,
+            job_digest=job_digest(self.run),
+            versions={name: version(name) for name in ("torch", "diffusers", "peft", "bitsandbytes")},
+            seconds=round(time.monotonic() - writing.begun, 3),
+            files={layout.name: layout.header.size for layout in layouts},
+            extents=tuple(sorted(heads + extents, key=lambda e: (e.file, e.offset))),
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            optimizer_args=job.optimizer_args,
+            resume_from=job.resume_from,
+        )
+
+
+def job_digest(run: RunFile) -> str:
+    return hashlib.sha256(run.job.model_dump_json().encode()).hexdigest()
 
 
 def together(world: World, work: Callable[[], T]) -> T:
@@ -93,107 +238,56 @@ def together(world: World, work: Callable[[], T]) -> T:
     result = None
     try:
         result = work()
-    except (OSError, ValueError) as failure:
+    except (OSError, ValueError, DiscardedError) as failure:
         error = failure
     world.agree(error)
     return result  # type: ignore[return-value]  # set, or agree has raised
 
 
-def model_pieces(run: RunFile, tensors: Iterable[Trained], world: World) -> list[Piece]:
-    """What this process has of ``model.safetensors``: its rows in BFL's layout, or (rank 0) the whole adapter."""
-    if run.job.lora is not None:
-        if not world.leads:
-            return []
-        adapter = to_kohya({t.name: t.weight for t in tensors}, run.job.lora.alpha)
-        return [Piece(name, tensor, tuple(tensor.shape)) for name, tensor in adapter.items()]
-    shape = run.weights.shape
-    sizes = bfl_tensors(shape)
-    return [
-        Piece(file_name, tensor.weight[rows], sizes[file_name], file_row)
-        for tensor in tensors
-        for file_name, file_row, rows in rows_in_bfl(tensor.name, tensor.first_row, tensor.weight.shape[0], shape)
-    ]
-
-
-def _own(pieces: list[Piece], tensors: list[Trained], world: World) -> list[Piece]:
-    """What a replica has, rank 0 writes alone; of shards each writes its own."""
-    return pieces if world.leads or any(tensor.sharded for tensor in tensors) else []
-
-
-def _lay_out(name: str, pieces: list[Piece], metadata: Mapping[str, str], world: World) -> Layout:
-    """Agrees on one file from what every process holds. Rows held twice (a scalar of each) are the lowest rank's."""
-    everyone = world.gather([(p.name, p.tensor.dtype, p.shape, p.first_row) for p in pieces if p.tensor.numel()])
-    shapes = {name: (dtype, shape) for some in everyone for name, dtype, shape, _ in some}
-    taken = {(name, row) for some in everyone[: world.rank] for name, _, _, row in some}
-    start, header = make_header(dict(sorted(shapes.items())), metadata)
-    mine = tuple(p for p in pieces if p.tensor.numel() and (p.name, p.first_row) not in taken)
-    return Layout(name, start, header, mine)
-
-
-def _create(part: Path, layouts: list[Layout]) -> None:
-    """The files at their full size, holes still, with their headers. Preallocating can hang on a network volume."""
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for layout in layouts:
-        with (part / layout.name).open("wb") as file:
-            file.write(layout.start)
-            file.truncate(layout.header.size)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _write_pieces(path: Path, layout: Layout) -> list[Extent]:
-    """This process's bytes, hashed while they are written, and down when it returns. Rank 0's include the header."""
-    extents = []
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        for piece in layout.pieces:
-            if piece.tensor.is_floating_point() and not bool(torch.isfinite(piece.tensor).all()):
-                raise NonFiniteError(f"{piece.name} holds NaN or infinity: nothing is saved")
-            entry = layout.header.tensors[piece.name]
-            data = bytes_of(piece.tensor.detach().cpu().contiguous().reshape(-1))
-            offset = entry.offset + piece.first_row * (entry.row_bytes if entry.shape else 0)
-            write_from(descriptor, data, offset)
-            extents.append(Extent(layout.name, offset, len(data), hashlib.sha256(data).hexdigest()))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return extents
-
-
-def _manifest(
-    run: RunFile, step: int, scalars: dict[str, object], layouts: list[Layout], extents: list[Extent], seconds: float
-) -> Manifest:
-    job = run.job
-    heads = [Extent(layout.name, 0, len(layout.start), hashlib.sha256(layout.start).hexdigest()) for layout in layouts]
-    return Manifest(
-        version=VERSION,
-        step=step,
-        method=job.method,
-        base=job.base,
-        seed=job.seed,
-        images_per_step=job.images_per_step,
-        processes=run.plan.processes,
-        optimizer=job.optimizer,
-        optimizer_scalars=scalars,
-        lora=job.lora,
-        job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
-        versions={name: version(name) for name in ("torch", "diffusers", "peft", "bitsandbytes")},
-        seconds=round(seconds, 3),
-        files={layout.name: layout.header.size for layout in layouts},
-        extents=tuple(sorted(heads + extents, key=lambda e: (e.file, e.offset))),
-    )
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _publish(part: Path, final: Path, manifest: Manifest, run: RunFile) -> None:
     write_manifest(part, manifest)
     flush_folder(part)
-    read_state(part)  # every byte accounted for, sizes right
-    if final.exists():  # a leftover that was no valid state, or the run would have gone on from it
-        shutil.rmtree(final)
-    part.rename(final)
+    _must_be_whole(part)
+    if is_ours(final):  # damaged, or the run would have gone on from it
+        final.rename(final.with_name(f".{final.name}.old"))
+    elif moved := set_aside([final], run.folder.root):
+        log.warning("something that is no state was in the place of %s: it lies in %s now", final.name, moved)
+    _rename(part, final)
     flush_folder(final.parent)
-    prune(final.parent, manifest.step, run.job.save.states, run.job.save.weights)
+    try:
+        prune(final.parent, manifest.step, run.job.save)
+    except OSError as error:
+        log.warning("older states could not be removed: %s. The new one stands; the next save tries again.", error)
+
+
+def _rename(part: Path, final: Path) -> None:
+    """Raises OSError where the state is not in its place afterwards, whatever the volume says: network volumes have
+    lost a rename that they said was done, and have done one that they said had failed."""
+    try:
+        part.rename(final)
+    except OSError:
+        with suppress(StateError):
+            read_state(final)
+            return
+        raise
+    _must_be_whole(final)
+
+
+def _must_be_whole(folder: Path) -> None:
+    """Every byte accounted for, sizes right. Raises OSError: what was just written is not there, which is the volume's
+    doing."""
+    try:
+        read_state(folder)
+    except StateError as error:
+        raise OSError(errno.EIO, f"the volume has lost what was written: {error}") from error
+
+
+# ---------------------------------------------------------------- going on from one
 
 
 def load_optimizer(state: State, optimizer: Optimizer) -> None:
@@ -208,15 +302,20 @@ def load_optimizer(state: State, optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def load_adapter(state: State, tensors: list[Trained], rank: int) -> None:
-    """The adapter's weights from a state. Raises AdapterError where it is another adapter."""
-    saved = from_kohya(read_tensors(state.model), [tensor.name for tensor in tensors], rank)
+def load_adapter(file: Path, tensors: list[Trained], lora: Lora) -> None:
+    """An adapter's weights from a file in kohya's layout. Raises AdapterError where it is another adapter, and
+    TensorFileError where it is none."""
+    saved = from_kohya(read_tensors(file), [tensor.name for tensor in tensors], lora.rank, lora.alpha)
     for tensor in tensors:
         tensor.weight.copy_(saved[tensor.name])
 
 
+# ---------------------------------------------------------------- the finished file
+
+
 def publish_output(state: State, target: Path) -> None:
-    """The finished file: the state's own weights under the job's name, a link where the volume allows one."""
+    """The finished file: the state's own weights under the job's name, a link or shared blocks where the volume allows
+    either, else a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     with suppress(FileNotFoundError):
@@ -225,7 +324,10 @@ def publish_output(state: State, target: Path) -> None:
         os.link(state.model, part)
     except OSError:
         with state.model.open("rb") as source, part.open("wb") as copy:
-            shutil.copyfileobj(source, copy, 16 * 1024 * 1024)
+            try:
+                ioctl(copy.fileno(), FICLONE, source.fileno())
+            except OSError:
+                shutil.copyfileobj(source, copy, 16 * 1024 * 1024)
             copy.flush()
             os.fsync(copy.fileno())
     part.replace(target)

@@ -61,7 +61,7 @@ class Sampler:
         cache = Cache(self.run.cache)
         unwritten: OSError | None = None
         for turn in range(0, len(prompts), self.world.size):
-            if self.world.any(self.world.stop_requested):
+            if self.world.any(self.world.stop_requested)[0]:
                 break  # the loop answers it; a round takes minutes
             place = turn + self.world.rank
             real = place < len(prompts)

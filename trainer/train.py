@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,19 +26,24 @@ from bootstrap import clocks
 from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome, PodError
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, read_state
+from bootstrap.tensor_files import TensorFileError
+from bootstrap.volume import Volume
 from jobs.problem import JobError
 from trainer.adapter import AdapterError
-from trainer.checkpoint import NonFiniteError, load_adapter, load_optimizer, publish_output, save_state
+from trainer.checkpoint import Saver, load_adapter, load_optimizer, publish_output
 from trainer.data import Latents, StepData, TrainingData
 from trainer.flow import loss_sum
 from trainer.make_optimizer import make_optimizer
+from trainer.metadata import metadata
 from trainer.metrics import Metrics, NonFiniteLossError, StepRecord
 from trainer.model import build_model, fill, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
+from trainer.requests import Requests
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
 from trainer.self_check import choose_attention
 from trainer.streamed import StreamedWeights
+from trainer.state_files import NonFiniteError
 from trainer.trained import Trained, local, trained_tensors
 from trainer.world import World, join_world
 
@@ -49,11 +55,16 @@ def train(t: Training) -> Outcome:
     if t.start == 0 and t.sampler.due(0):
         t.sampler.draw(0)
         t.metrics.restart_clock()
+    t.rest(t.start)
     for done in t.steps():
-        stop = t.world.any(t.world.stop_requested)
-        if done == t.last or (stop and t.save_fits(clocks.SAVE)) or (not stop and t.save_due(done)):
+        asked = t.requests.ask(done, t.saver.busy)
+        if not asked.writing:
+            t.publish()
+        if asked.stop and done < t.last:
+            return t.stopped(done)
+        if done == t.last or asked.save or asked.pause or t.postponed:
             t.save(done)
-        if stop and done < t.last:
+        if asked.pause and done < t.last and t.rest(done):
             return t.stopped(done)
         if t.sampler.due(done):
             t.sampler.draw(done)
@@ -75,6 +86,8 @@ class Training:
     schedule: Schedule
     metrics: Metrics
     sampler: Sampler
+    requests: Requests
+    saver: Saver
     start: int  # updates done before this process began
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
     postponed: bool = field(default=False, init=False)  # a save was due after a step that was no number
@@ -109,15 +122,18 @@ class Training:
         model.train()
         tensors = trained_tensors(model, world.rank, world.size)
         optimizer = make_optimizer(tensors, job, plan, world)
+        if job.lora and (adapter := adapter_file(run, state)):
+            load_adapter(adapter, tensors, job.lora)
         if state:
-            if job.lora:
-                load_adapter(state, tensors, job.lora.rank)
             load_optimizer(state, optimizer)
         start = state.step if state else 0
         schedule = make_schedule(job, plan.steps)
         metrics = Metrics(run.folder, start, world, job.non_finite_steps)
         sampler = Sampler(run, model, world)
-        training = cls(run, world, state, data, model, tensors, optimizer, schedule, metrics, sampler, start)
+        requests, saver = Requests(run, world), Saver(run, world)
+        training = cls(
+            run, world, state, data, model, tensors, optimizer, schedule, metrics, sampler, requests, saver, start
+        )
         if plan.optimizer_in_backward:
             training.step_in_backward()
         return training
@@ -165,23 +181,14 @@ class Training:
         dist.all_reduce(skipped)
         return StepRecord(step + 1, total, norm, learning_rate, data.images, skipped)
 
-    def save_fits(self, seconds: float) -> bool:
-        """Whether a save takes less than that, by the last one's measure; an unmeasured one is taken to be too long
-        where a state is larger than what a volume of 100 MB/s takes. Rank 0's measure: saving is entered by all or
-        none."""
-        if self.state:
-            return self.world.from_lead(self.state.manifest.seconds < seconds)
-        return self.run.plan.state_bytes < seconds * 100e6
-
-    def save_due(self, step: int) -> bool:
-        return self.postponed or step % self.run.job.save.every == 0
-
     def save(self, step: int) -> None:
-        """Publishes a state. A disk that does not take it is told; only the last save of a run must succeed.
+        """Begins a state, once the one before it stands. A volume that does not take it is told, and ends the run where
+        the job says so; the last state of a run must succeed.
 
         After a step that was no number nothing is published: the next good step is saved instead. Raises NonFiniteError
         for a weight that is no number, and NonFiniteLossError where there is no next step.
         """
+        self.publish()
         self.metrics.flush()
         if streamed := self.streamed_weights:
             streamed.settle()
@@ -191,26 +198,73 @@ class Training:
         if self.postponed:
             log.warning("step %d is not saved: %s. The next good step is.", step, self.metrics.wrong)
             return
-        begun = time.monotonic()
-        try:
-            job = self.run.job
-            metadata = {"modelspec.title": job.name, "fluxpod.base": job.base, "fluxpod.step": str(step)}
-            self.state = save_state(self.run, self.world, step, self.tensors, self.optimizer, metadata)
-            log.info("saved the state of step %d in %.1f s", step, time.monotonic() - begun)
-        except OSError as error:  # the same on every process
-            if step == self.last:
-                raise
-            log.error("the state of step %d was NOT saved: %s. The older ones stand; training goes on.", step, error)
+        with self._told_when_not_saved(step):
+            self.saver.begin(step, self.tensors, self.optimizer, metadata(self.run, step))
+        self.requests.saved_one()
+        if self.saver.writing and not self.saver.writing.thread:
+            self.publish()
         self.metrics.restart_clock()
 
+    def publish(self) -> None:
+        """Makes what was begun a state, waiting for it to be written."""
+        if self.saver.writing is None:
+            return
+        with self._told_when_not_saved(self.saver.writing.step):
+            self.state = self.saver.publish()
+        self.metrics.restart_clock()
+
+    @contextmanager
+    def _told_when_not_saved(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # the same on every process
+            if step == self.last or self.run.job.save.on_error == "stop":
+                raise
+            log.error("the state of step %d was NOT saved: %s. The older ones stand; training goes on.", step, error)
+
+    def rest(self, step: int) -> bool:
+        """Waits while the run is paused; whether a stop ended it."""
+        if not self.world.any(self.world.leads and self.run.folder.pause.exists())[0]:
+            return False
+        self.publish()
+        log.info("paused after step %d, which is saved: remove %s to go on", step, self.run.folder.pause)
+        stop = self.requests.rest()
+        log.info("going on after the pause" if not stop else "stopped during the pause")
+        self.metrics.restart_clock()
+        return stop
+
     def stopped(self, step: int) -> Outcome:
+        """The end after a signal: a state under way is finished and another one saved, as far as the time allows."""
+        begun = time.monotonic()
+        while self.saver.writing:
+            (busy,) = self.world.any(self.saver.busy)
+            if not busy:
+                self.publish()
+            elif self.world.from_lead(time.monotonic() - begun > clocks.SAVE):
+                log.warning("the state of step %d is given up: there is no time to finish it", self.saver.writing.step)
+                self.saver.discard()
+            else:
+                time.sleep(0.05)
+        saved = self.state.step if self.state else 0
+        if saved < step and self._save_fits(clocks.SAVE - (time.monotonic() - begun)):
+            self.save(step)
+            self.publish()
+            saved = self.state.step if self.state else 0
         self.metrics.flush()
         self.metrics.close()
-        saved = self.state.step if self.state else 0
         return Outcome(STOPPED, f"stopped by a signal after step {step}; the newest state is of step {saved}", saved)
+
+    def _save_fits(self, seconds: float) -> bool:
+        """Whether a save takes less than that, by the last one's measure; an unmeasured one is taken to be too long
+        where a state is larger than what a volume of 100 MB/s takes. Rank 0's measure: saving is entered by all or
+        none."""
+        if self.state:
+            return self.world.from_lead(self.state.manifest.seconds < seconds)
+        return self.world.from_lead(self.run.plan.state_bytes < seconds * 100e6)
 
     def finish(self) -> Outcome:
         """The output from the last state."""
+        self.publish()
         assert self.state is not None
         if self.world.leads:
             publish_output(self.state, self.run.folder.output / f"{self.run.job.name}.safetensors")
@@ -258,6 +312,14 @@ def clip_gradients(tensors: list[Trained], most: float) -> torch.Tensor:
     return norm
 
 
+def adapter_file(run: RunFile, state: State | None) -> Path | None:
+    """Where the adapter goes on from: the state, or what the job starts from."""
+    if state:
+        return state.model
+    start = run.job.lora.start if run.job.lora else None
+    return Volume(run.volume).resolve(start) if start else None
+
+
 def latents_of(vae: Path) -> Latents:
     config = json.loads((vae / "config.json").read_text(encoding="utf-8"))
     return Latents(shift=config["shift_factor"], scale=config["scaling_factor"])
@@ -266,7 +328,7 @@ def latents_of(vae: Path) -> Latents:
 def failure(error: BaseException, step: int) -> Outcome:
     """What an error means: whose it is, and what to do."""
     text = f"{error}"
-    if isinstance(error, (JobError, AdapterError, OptimizerStateError, StateError)):
+    if isinstance(error, (JobError, AdapterError, OptimizerStateError, StateError, TensorFileError)):
         return Outcome(JOB_WRONG, text, step)
     if isinstance(error, PodError):
         return Outcome(POD_WRONG, text, step)

@@ -42,11 +42,11 @@ class World:
         """Rank 0 decides, writes and speaks; all follow."""
         return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank. Every rank must call it."""
-        value = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(value.item())
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is up on any rank: one message for all of them. Every rank must call it."""
+        values = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control)
+        return [bool(value) for value in values.tolist()]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""

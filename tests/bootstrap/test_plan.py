@@ -355,13 +355,6 @@ def test_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     assert lora.disk_bytes < 4e9
 
 
-def test_a_full_volume_is_a_warning() -> None:
-    plan = make_plan(job(), pod("H200", disk_free=50 * 10**9), DEV, DATA)
-    assert any("the volume has 50.0 GB free" in warning for warning in plan.warnings)
-    unknown = make_plan(job(), pod("H200", disk_free=0), DEV, DATA)
-    assert not any("volume" in warning for warning in unknown.warnings)
-
-
 def test_many_processes_and_little_memory_is_a_warning() -> None:
     plan = make_plan(job("lora"), pod(*["H100"] * 4, memory=8 * GIB), DEV, DATA)
     assert any("SIGKILL (-9)" in warning for warning in plan.warnings)

@@ -64,7 +64,7 @@ def fetch(volume: Volume, repo: str, commit: str = COMMIT) -> Path:
 def end(volume: Volume, name: str, code: int = DONE, phase: str = "done") -> None:
     run = volume.run(name)
     for step in (250, 500, 750):
-        make_state(run.states, step, optimizer=step == 750)
+        make_state(run.states, step, whole=step == 750)
     write(run.output / f"{name}.safetensors", 900)
     write(run.log, 100)
     write(run.samples / "step-000250-00.png", 100)

@@ -27,7 +27,7 @@ def shown(volume: Volume, capsys: pytest.CaptureFixture[str], hash_all: bool = F
 def test_a_line_for_each_oldest_first(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
     folder = volume.run("test").states
     make_state(folder, 1000)
-    make_state(folder, 500, optimizer=False)
+    make_state(folder, 500, whole=False)
     code, (first, second) = shown(volume, capsys)
     assert code == DONE
     assert first == f"step 500 0.000 GB weights only {folder / 'step-000500'}"

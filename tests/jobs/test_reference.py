@@ -11,7 +11,7 @@ from jobs.load import parse_job
 from jobs.schema import Job
 
 
-@pytest.mark.parametrize("name", ["reference.yaml", "job.schema.json"])
+@pytest.mark.parametrize("name", ["reference.yaml", "job.schema.json", "../docs/on-resume.md"])
 def test_the_generated_files_are_up_to_date(name: str) -> None:
     text = (reference.FOLDER / name).read_text(encoding="utf-8")
     assert text == reference.files()[name], "run `python -m jobs.reference`"

@@ -180,7 +180,7 @@ def test_the_file_adds_what_the_adapter_adds(targets: Any, alpha: float) -> None
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
 def test_the_parts_can_be_cut_out_again(targets: Any) -> None:
     tensors = trained(adapted(Lora(rank=3, targets=targets)))
-    again = from_kohya(to_kohya(tensors, 3.0), list(tensors), rank=3)
+    again = from_kohya(to_kohya(tensors, 3.0), list(tensors), 3, 3.0)
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
 
@@ -226,14 +226,14 @@ def test_names_and_shapes_of_a_block() -> None:
 def test_another_rank_is_told() -> None:
     tensors = trained(adapted(Lora(rank=4, targets="attention")))
     with pytest.raises(AdapterError, match="has rank 4, not 8"):
-        from_kohya(to_kohya(tensors, 4.0), list(tensors), rank=8)
+        from_kohya(to_kohya(tensors, 4.0), list(tensors), 8, 4.0)
 
 
 def test_a_missing_layer_is_told() -> None:
     more = trained(adapted(Lora(rank=4, targets="all-linear")))
     less = trained(adapted(Lora(rank=4, targets="attention")))
     with pytest.raises(AdapterError, match=r"the adapter has no lora_unet_.*lora_down"):
-        from_kohya(to_kohya(less, 4.0), list(more), rank=4)
+        from_kohya(to_kohya(less, 4.0), list(more), 4, 4.0)
 
 
 @pytest.mark.parametrize("targets", ["attention+feed-forward", "attention", ("*.attn.to_q", "*.attn.to_v")])

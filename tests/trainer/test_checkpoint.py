@@ -19,10 +19,11 @@ from bootstrap.state import MANIFEST, MODEL_FILE, OPTIMIZER_FILE, State, list_st
 from bootstrap.tensor_files import read_header, read_tensors
 from tests.runs import make_job, make_run, make_weights, make_world
 from trainer import checkpoint
-from trainer.checkpoint import NonFiniteError, load_adapter, load_optimizer, publish_output, save_state
+from trainer.checkpoint import Saver, load_adapter, load_optimizer, publish_output
 from trainer.make_optimizer import make_optimizer
 from trainer.model import build_model, fill, sources
 from trainer.optimizer import Optimizer
+from trainer.state_files import NonFiniteError
 from trainer.trained import Trained, trained_tensors
 from trainer.world import World
 
@@ -58,7 +59,9 @@ def take_steps(tensors: list[Trained], optimizer: Optimizer, first: int, last: i
 
 def save(setup: Setup, step: int, world: World) -> State:
     run, tensors, optimizer = setup
-    return save_state(run, world, step, tensors, optimizer, {"modelspec.title": "test"})
+    saver = Saver(run, world)
+    saver.begin(step, tensors, optimizer, {"modelspec.title": "test"})
+    return saver.publish()
 
 
 def test_a_full_state_before_any_step_is_the_base_file(
@@ -90,7 +93,7 @@ def test_an_adapter_goes_on_from_a_state(keys: dict[str, Any], set_up: Callable[
     state = save((run, straight, optimizer), 2, world)
     take_steps(straight, optimizer, 2, 4)
     _, tensors, again = set_up(**keys)
-    load_adapter(state, tensors, 4)
+    load_adapter(state.model, tensors, run.job.lora)
     load_optimizer(read_state(state.path), again)
     take_steps(tensors, again, 2, 4)
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(tensors, straight, strict=True))
@@ -131,7 +134,7 @@ def test_a_weight_that_is_no_number_is_never_saved(value: float, set_up: Callabl
     assert [path.name for path in setup[0].folder.states.iterdir()] == ["step-000001"]
 
 
-@pytest.mark.parametrize("place", ["_create", "_write_pieces", "write_manifest", "read_state"])
+@pytest.mark.parametrize("place", ["create_files", "write_spans", "write_manifest", "read_state"])
 def test_a_disk_that_does_not_take_it_leaves_the_older_state(
     place: str, set_up: Callable[..., Setup], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,7 @@ def save_again(run_file: Path) -> None:
     with join_world(run) as world:
         training = Training.set_up(run, world)
         training.save(training.start)
+        training.publish()
 
 
 @pytest.mark.parametrize(
