@@ -19,7 +19,7 @@ from bootstrap.bases import EMBEDDED
 from bootstrap.manifest import MANIFEST, Manifest, repo_folder
 from bootstrap.outcome import DONE, Outcome
 from bootstrap.remote import find_fetched, is_remote, parse_hub
-from bootstrap.state import OPTIMIZER_FILE, State, list_states, thin
+from bootstrap.state import OPTIMIZER_FILE, SET_ASIDE, State, list_states, thin
 from bootstrap.volume import RunFolder, Volume, read_json
 from jobs import yaml12
 from jobs.problem import JobError
@@ -218,6 +218,8 @@ def _states(run: RunFolder, now: float) -> Iterator[Removable]:
     for leftover in _entries(run.states):
         if leftover.name.startswith(".step-") and leftover.is_dir() and _age(leftover, now) >= LEFT:
             yield _tree("states", leftover, "a save that was not finished", now)
+    for folder in _entries(run.root / SET_ASIDE):
+        yield _tree("states", folder, "what a run that went back to an older state had made beyond it", now)
     outcome = Outcome.read(run.outcome)
     status = read_json(run.status)
     waits = isinstance(status, dict) and status.get("phase") != "done"  # it was edited since, and is to go on

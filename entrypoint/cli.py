@@ -45,6 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     states.add_argument("--verify", action="store_true", help="hash every byte")
     _volume_option(states)
 
+    export = commands.add_parser("export", help="write a state's weights in another layout or number format")
+    export.add_argument("state", help="a state's folder, or RUN/STEP, or RUN for its newest")
+    export.add_argument("--layout", choices=("bfl", "diffusers", "kohya"), help="bfl, or kohya for a LoRA, by default")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp8", "fp32"), help="bf16, or fp32 for a LoRA, by default")
+    export.add_argument("--to", type=Path, metavar="PATH", help="a file, or a folder for a full model of diffusers")
+    export.add_argument("--saturate", action="store_true", help="numbers beyond the format's range become its largest")
+    _volume_option(export)
+
     clean = commands.add_parser("clean", help="list what may go from the volume: old models, caches, thinned states")
     clean.add_argument("--yes", action="store_true", help="remove it")
     clean.add_argument("--older-than", type=float, default=7.0, metavar="DAYS", help="only what is older (7)")
@@ -100,6 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from entrypoint.probe import show_probe
 
         return show_probe(volume)
+    if options.command == "export":
+        from entrypoint.states import export as export_state
+
+        chosen = [f"--{name}={value}" for name in ("layout", "dtype", "to") if (value := getattr(options, name))]
+        return export_state(volume, options.state, [*chosen, *["--saturate"] * options.saturate])
     if options.command == "states":
         from entrypoint.states import show_states
 

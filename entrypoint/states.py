@@ -1,9 +1,14 @@
-"""``fluxpod states RUN``: what a run has saved, and whether it is whole."""
+"""``fluxpod states RUN``: what a run has saved, and whether it is whole. ``fluxpod export STATE``: for another tool."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 from bootstrap.outcome import DONE, JOB_WRONG
-from bootstrap.state import State, StateError, list_states, verify
+from bootstrap.state import State, StateError, list_states, newest_whole, verify
 from bootstrap.volume import Volume
 
 
@@ -24,9 +29,9 @@ def show_states(volume: Volume, run: str, hash_all: bool) -> int:
 
 
 def _line(state: State, hash_all: bool) -> tuple[str, bool]:
-    size = sum(state.manifest.files.values())
+    saved = state.manifest.saved.replace("T", " ").replace("+00:00", "") or "-"
     kind = "state" if state.resumable else "weights only"
-    line = f"step {state.step:>7}  {size / 1e9:8.3f} GB  {kind:12}  {state.path}"
+    line = f"step {state.step:>7}  {saved:19}  {state.bytes / 1e9:8.3f} GB  {kind:12}  {state.path}"
     if not hash_all:
         return line, True
     try:
@@ -34,3 +39,24 @@ def _line(state: State, hash_all: bool) -> tuple[str, bool]:
     except StateError as error:
         return f"{line}  DAMAGED: {error}", False
     return f"{line}  verified", True
+
+
+def export(volume: Volume, state: str, options: Sequence[str]) -> int:
+    """Starts ``trainer.export`` on a state: its folder, or ``RUN/STEP``, or ``RUN`` for the newest."""
+    path = Path(state)
+    if not path.is_dir():
+        name, _, step = state.partition("/")
+        found = _find(volume, name, step)
+        if found is None:
+            print(f"there is no state {state}: write its folder, or RUN/STEP; `fluxpod states RUN` lists them")
+            return JOB_WRONG
+        path = found
+    return subprocess.run([sys.executable, "-m", "trainer.export", str(path), *options], check=False).returncode
+
+
+def _find(volume: Volume, run: str, step: str) -> Path | None:
+    states = list_states(volume.run(run).states)[0]
+    if not step:
+        newest, _ = newest_whole(volume.run(run).states)
+        return newest.path if newest else (states[-1].path if states else None)
+    return next((state.path for state in states if str(state.step) == step), None)

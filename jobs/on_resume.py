@@ -57,18 +57,8 @@ _SAMPLES = "from the next samples on"
 _SAVES = "from the next save on"
 
 # Of datasets: what pictures look like, what captions say, and what only weighs them.
-_LOOKS = (
-    "flip",
-    "crop",
-    "random_crops",
-    "mask",
-    "prefix",
-    "suffix",
-    "shuffle_tags",
-    "keep_tags",
-    "multiline",
-    "wildcards",
-)
+_LOOKS = ("flip", "crop", "random_crops", "mask")
+_CAPTIONS = ("prefix", "suffix", "shuffle_tags", "keep_tags", "multiline", "wildcards")
 _WEIGHTS = ("weight", "caption_dropout", "mask_floor", "mask_normalize")
 
 ROWS: dict[str, Row] = {

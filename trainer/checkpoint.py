@@ -102,8 +102,8 @@ class Writing:
 class Saver:
     """Saves one state at a time. Every method is entered by all processes together."""
 
-    def __init__(self, run: RunFile, world: World):
-        self.run, self.world = run, world
+    def __init__(self, run: RunFile, world: World, free_memory: Callable[[], int] = read_free_memory):
+        self.run, self.world, self.free_memory = run, world, free_memory
         self.writing: Writing | None = None
         self.writers = max(2, min(MOST_WRITERS, run.plan.threads))
         self.many_writers: bool | None = None  # whether the volume takes them; not tried yet
@@ -156,7 +156,7 @@ class Saver:
 
     def _room_for_a_copy(self, layouts: Iterable[Layout]) -> bool:
         need = sum(self.world.gather(sum(layout.bytes for layout in layouts)))
-        return self.world.from_lead(need + MEMORY_LEFT <= read_free_memory())
+        return self.world.from_lead(need + MEMORY_LEFT <= self.free_memory())
 
     def publish(self) -> State:
         """Waits for what is being written and makes it a state. Raises as ``begin`` does."""

@@ -30,8 +30,8 @@ def test_a_line_for_each_oldest_first(volume: Volume, capsys: pytest.CaptureFixt
     make_state(folder, 500, whole=False)
     code, (first, second) = shown(volume, capsys)
     assert code == DONE
-    assert first == f"step 500 0.000 GB weights only {folder / 'step-000500'}"
-    assert second == f"step 1000 0.000 GB state {folder / 'step-001000'}"
+    assert first == f"step 500 - 0.000 GB weights only {folder / 'step-000500'}"
+    assert second == f"step 1000 - 0.000 GB state {folder / 'step-001000'}"
 
 
 def test_hashing_every_byte_finds_a_flipped_bit(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from bootstrap.state import State, list_states, newest_whole, remove_leftovers, 
 from bootstrap.volume import Volume
 from tests.runs import make_job, make_run, make_trained, make_weights
 from tests.tracer import CAN_FAIL, apart, can_trace, trace
-from trainer import checkpoint, state_files
+from trainer import state_files
 from trainer.checkpoint import Saver
 from trainer.make_optimizer import make_optimizer
 from trainer.optimizer import Optimizer
@@ -63,9 +63,8 @@ class Setup:
     background: bool  # whether a thread writes the state
 
     def save(self, volume: Path, step: int = 3) -> State:
-        checkpoint.read_free_memory = lambda: (1 << 50) * self.background
         state_files.PAUSE = 0.0
-        saver = Saver(replace(self.run, volume=volume), Alone())
+        saver = Saver(replace(self.run, volume=volume), Alone(), lambda: (1 << 50) * self.background)
         saver.begin(step, self.tensors, self.optimizer, {})
         assert saver.writing is not None
         assert (saver.writing.thread is not None) == self.background
