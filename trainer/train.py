@@ -42,8 +42,8 @@ from trainer.requests import Requests
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
 from trainer.self_check import choose_attention
-from trainer.streamed import StreamedWeights
 from trainer.state_files import NonFiniteError
+from trainer.streamed import StreamedWeights
 from trainer.trained import Trained, local, trained_tensors
 from trainer.world import World, join_world
 
