@@ -7,7 +7,6 @@ dtype. Tensors pass one by one, so that memory holds one of them.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ def export(state: State, target: Path | None, layout: str | None, dtype: str | N
     if os.path.lexists(target):
         raise ExportError(f"{target} is there already: name another place with --to")
     with open_tensors(state.model) as reader:
-        metadata = reader.header.metadata | {"fluxpod.layout": layout}
+        metadata = reader.header.metadata | {"fluxpod.layout": layout, "modelspec.date": state.manifest.saved}
         sources = _adapter(state, layout) if lora else _full(reader, layout)
         if folder:
             write(target / DIFFUSERS_FILE, sources, kind, metadata, saturate)
@@ -155,10 +154,11 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     if dtype == tensor.dtype or not dtype.is_floating_point:
         return tensor, 0
     most = torch.finfo(dtype).max
-    if most >= torch.finfo(tensor.dtype).max or math.isinf(most):
+    if most >= torch.finfo(tensor.dtype).max:
         return tensor.to(dtype), 0
+    tensor = tensor.float()  # 65504, the largest of float16, would be 65536 in bfloat16
     beyond = int((tensor.abs() > most).sum())
-    return (tensor.clamp(-most, most) if beyond else tensor).to(dtype), beyond
+    return tensor.clamp(-most, most).to(dtype), beyond
 
 
 @contextmanager

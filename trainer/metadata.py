@@ -5,8 +5,6 @@ https://github.com/Stability-AI/ModelSpec, version 1.0.1.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from bootstrap.run_file import RunFile
 from trainer.checkpoint import job_digest
 
@@ -14,7 +12,8 @@ IMPLEMENTATION = "https://github.com/black-forest-labs/flux"
 
 
 def metadata(run: RunFile, step: int) -> dict[str, str]:
-    """Text by name. No path of this machine, and nothing of the pictures but their triggers."""
+    """Text by name. No path of this machine, nothing of the pictures but their triggers, and no date: two runs of one
+    job give the same bytes. ``state.json`` and exported files have it."""
     job = run.job
     kind = "flux-1-dev" if run.weights.shape.guidance else "flux-1-schnell"
     triggers = dict.fromkeys(entry.trigger for entry in job.datasets if entry.trigger)
@@ -24,7 +23,6 @@ def metadata(run: RunFile, step: int) -> dict[str, str]:
         "modelspec.architecture": f"{kind}/lora" if job.lora else kind,
         "modelspec.implementation": IMPLEMENTATION,
         "modelspec.title": job.name,
-        "modelspec.date": datetime.now(UTC).isoformat(timespec="seconds"),
         "modelspec.license": f"that of its base, {job.base}",
         "modelspec.resolution": f"{largest}x{largest}",
         "modelspec.trigger_phrase": ", ".join(triggers),

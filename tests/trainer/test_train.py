@@ -312,13 +312,18 @@ def save_again(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys"), [("8bit", {}), ("owners", {"optimizer": "Adafactor"}), ("lora", {"method": "lora"})]
+    ("kind", "keys", "by", "others"),
+    [
+        ("8bit", {}, 2, (1, 4)),
+        ("owners", {"optimizer": "Adafactor"}, 4, (3,)),
+        ("lora", {"method": "lora"}, 3, (1, 2)),
+    ],
 )
-def test_a_state_of_two_processes_is_loaded_to_the_bit_by_one_and_by_three(
-    kind: str, keys: dict[str, Any], volume: Volume
+def test_a_state_is_loaded_to_the_bit_by_any_number_of_processes(
+    kind: str, keys: dict[str, Any], by: int, others: tuple[int, ...], volume: Volume
 ) -> None:
-    saved = trained(volume, name=f"saved-{kind}", steps=1, plan={"processes": 2}, **keys).states[-1]
-    for processes in (1, 3):
+    saved = trained(volume, name=f"saved-{kind}", steps=1, plan={"processes": by}, **keys).states[-1]
+    for processes in others:
         plan = {"processes": processes}
         run = prepared(volume, saved, name=f"loaded-{kind}-{processes}", steps=1, plan=plan, **keys)
         loaded = train(run, work=save_again)
@@ -520,6 +525,41 @@ def test_a_disk_that_takes_no_state_in_between_is_told(volume: Volume) -> None:
     assert [state.step for state in each.states] == [1, 3]
     assert "the state of step 2 was NOT saved: " in each.log
     assert "The older ones stand; training goes on." in each.log
+
+
+def train_without_many_writers(run_file: Path) -> int:
+    """As on a volume that does not keep what several processes write into one file."""
+    from trainer import checkpoint
+    from trainer.train import main
+
+    checkpoint.takes_many_writers = lambda folder, world: False
+    return main(run_file)
+
+
+@pytest.mark.parametrize("keys", [{}, {"method": "lora"}])
+def test_where_one_process_writes_for_all_the_files_are_the_same(keys: dict[str, Any], volume: Volume) -> None:
+    name = f"streamed-{keys.get('method', 'full')}"
+    common: dict[str, Any] = keys | {"steps": 1, "plan": {"processes": 2}}
+    each = train(prepared(volume, name=name, **common), work=train_without_many_writers)
+    assert each.outcome.code == 0, each.log
+    assert "process 0 writes for all" in each.log
+    other = trained(volume, name=f"{name}-not", **common)
+    verify(each.states[-1])
+    assert_equal_states(each.states[-1], other.states[-1])
+
+
+def test_a_process_that_is_killed_ends_the_others(volume: Volume) -> None:
+    """Nobody waits for ever: what is left ends by itself, with a crash that is tried again."""
+    run = prepared(volume, name="killed-peer", steps=500, save={"every": 1}, plan={"processes": 2})
+    log, port = run.folder.log, free_port()
+    from tests.training import _train
+
+    world = [start(_train, run.folder.run_file, log=log, rank=rank, size=2, port=port) for rank in range(2)]
+    wait_for_step(run, 2)
+    os.kill(world[1].pid, signal.SIGKILL)
+    codes = finish(world, log)
+    assert codes == [1, -signal.SIGKILL]
+    assert Trained(run, codes).outcome.code == 1
 
 
 def test_a_damaged_state_is_told(volume: Volume) -> None:
