@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,15 +19,18 @@ from diffusers import FluxTransformer2DModel
 from bench.cases import CASES, Case
 from bootstrap.cache import ShardWriter
 from bootstrap.dataset import Item
+from bootstrap.estimate import USABLE
 from bootstrap.flux_shape import FluxShape
+from bootstrap.gpus import GIB
 from bootstrap.plan import DataSummary, make_plan
-from bootstrap.pod import read_pod
+from bootstrap.pod import Pod, read_pod
 from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume, write_json
 from bootstrap.wanted import Wanted
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from trainer.model import build_model
+from trainer.quantised import QuantisedLinear
 from trainer.self_check import choose_attention
 from trainer.train import Training, train
 from trainer.world import World, join_world
@@ -63,11 +67,32 @@ def prepare(case: Case, volume: Volume) -> RunFile:
         Item(f"{i}.png", f"{i}", f"image {i}", 1, *bucket, bucket) for i in range(max(8, job.images_per_step))
     )
     data = DataSummary(images=len(items), items_per_epoch=len(items), buckets=((*bucket, len(items)),))
-    plan = make_plan(job, read_pod(volume.root), weights.shape, data)
+    plan = make_plan(job, pod_of(case, volume), weights.shape, data)
     run = RunFile(job, plan, weights, volume.root)
     write_cache(items, run)
     run.write(items)
     return run
+
+
+def pod_of(case: Case, volume: Volume) -> Pod:
+    """This pod, its GPUs no larger than the card that the case is about."""
+    pod = read_pod(volume.root)
+    if case.card_gib is None:
+        return pod
+    memory = int(case.card_gib * GIB / USABLE)
+    return replace(pod, gpus=tuple(replace(gpu, memory=min(gpu.memory, memory)) for gpu in pod.gpus))
+
+
+def outside_torch() -> int:
+    """Bytes of this GPU in use beside torch's allocator: context, kernels, NCCL. Nothing else may run on it."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def become_smaller(gib: float) -> None:
+    """Lets torch have no more of this card than one has of which ``gib`` may be filled."""
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((gib * GIB - outside_torch()) / total)
 
 
 def stand_in(volume: Volume) -> Weights:
@@ -106,6 +131,10 @@ def random_weights(model: FluxTransformer2DModel) -> None:
                 local.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
             else:
                 local.normal_(0, 0.02, generator=generator)
+        for layer in model.modules():
+            if isinstance(layer, QuantisedLinear):
+                weight = torch.empty((layer.out_features, layer.in_features), device="cuda", dtype=torch.bfloat16)
+                layer.take(weight.normal_(0, 0.02, generator=generator))
 
 
 def ceiling(device: torch.device) -> float:
@@ -126,6 +155,8 @@ def ceiling(device: torch.device) -> float:
 def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, object]:
     top = ceiling(world.device)
     torch.cuda.empty_cache()
+    if case.card_gib is not None:
+        become_smaller(case.card_gib)
     begun = time.monotonic()
     attention = choose_attention(run, world, run.read_items())
     model = build_model(run.job, run.plan, run.weights.shape, world, random_weights)
@@ -156,9 +187,10 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "model_tflops": flops / seconds / 1e12 / world.size,
         "ceiling_tflops": top,
         "share_of_ceiling": flops / seconds / 1e12 / world.size / top,
-        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "planned_gib": run.plan.memory_per_gpu / 2**30,
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "outside_torch_gib": outside_torch() / GIB,
+        "planned_gib": run.plan.memory_per_gpu / GIB,
         "first_step_seconds": images / lines[0]["images_per_s"],
         "setup_seconds": built,
         "total_seconds": took,
@@ -166,6 +198,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "attention": attention.name,
+        "base": run.plan.base_precision,
         "checkpointed_blocks": run.plan.checkpointed_blocks,
         "kohya_seconds": case.kohya,
     }

@@ -12,6 +12,7 @@ class Case:
     job: dict[str, Any]  # beside name, base, datasets
     size: int  # pixels, square
     steps: int = 20
+    card_gib: float | None = None  # GiB of a smaller card that may be filled, CUDA context included; None: this card's
     kohya: float | None = None  # seconds per step of kohya's trainer on an H200, measured 2026-11 (s/it, batch 1)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -32,5 +33,8 @@ CASES = {
         Case("full-512x4", full(512, 4), 512),
         Case("full-512x8-paged", full(512, 8, optimizer="PagedAdamW8bit", plan={"checkpointing": True}), 512),
         Case("lora-1024", lora(1024, 1), 1024, kohya=1.05),
+        Case("lora-1024-int8", lora(1024, 1), 1024, card_gib=15.0),  # of a 16 GB card
+        Case("lora-1024-fp8", lora(1024, 1, plan={"base_precision": "fp8"}), 1024, card_gib=15.0),
+        Case("lora-1024-nf4", lora(1024, 1), 1024, card_gib=11.2),  # of a 12 GB card
     )
 }

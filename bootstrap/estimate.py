@@ -23,6 +23,7 @@ from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, GpuModel
 from bootstrap.layout import bfl_tensors, module_in_bfl
 from bootstrap.lora_targets import target_layers
+from bootstrap.precision import Precision, base_bytes, unpacked_bytes
 from jobs.schema import Job, Lora
 
 BF16, FP32 = 2, 4  # bytes
@@ -39,6 +40,7 @@ SLOTS = 3  # blocks whose streamed states, or weights, are on the GPU at a time 
 GATHERED_BLOCKS = 3  # sharded: the block at work, the next one under way, the last one not yet given back
 VAE = int(0.2 * GIB)  # 84 M parameters, in bf16
 DECODE = 3 * GIB / 2**20  # bytes per pixel while the VAE decodes a sample. Not measured here; 2.5 to 3 GiB at 1024 px
+TILE = 512  # pixels; the side of the tiles that a sample is decoded in where it cannot be decoded whole
 
 # Whole steps on one H200 (bench/NOTES.md): a full one at 1024 px 0.50 s, eight images at 512 px with checkpointing and
 # streamed states 1.35 s, an adapter's at 1024 px 0.44 s.
@@ -47,6 +49,7 @@ EFFICIENCY = 0.44  # with flash attention: as measured there; not measured on ot
 EFFICIENCY_EAGER = 0.37
 LORA_SLOWDOWN = 0.72  # of the above: the adapters' many small products and their traffic
 UPDATE_SLOWDOWN = 2.4  # times what its bytes alone take: encoding 8-bit states and rounding are arithmetic
+DEQUANTISE_SLOWDOWN = 2  # times what its bytes alone take. Not measured
 HOST_LINK = 20.0  # GB/s between a GPU and pinned host memory, both directions at once: PCIe 4 x16
 HOST_LINK_HOPPER = 50.0  # as measured
 HOST_PER_PROCESS = 3 * GIB  # libraries, compiler and buffers of one training process
@@ -95,13 +98,15 @@ class Arrangement:
     in_backward: bool
     states_on_host: int  # blocks whose optimizer states are on the host
     streamed: int  # blocks whose weights are on the host too
+    base: Precision = "bf16"  # number format of a frozen base
+    tiled: bool = False  # samples are decoded tile by tile
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes on each GPU."""
 
-    weights: int  # as they are held, and as they are gathered
+    weights: int  # as they are held, and as they are gathered or taken back to bf16
     gradients: int
     optimizer: int  # states, and the copies an update works with
     activations: int
@@ -206,7 +211,7 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
     """Estimated peak on the fullest GPU."""
     parts = way.processes if way.sharded else 1
     block = BF16 * work.shape.block_parameters()
-    whole = BF16 * work.weights
+    whole = base_bytes(work.shape, way.base)
     gathered = 0 if not way.sharded else GATHERED_BLOCKS * block if way.reshard else whole
     if work.lora:
         gradients = FP32 * work.trained
@@ -222,11 +227,12 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         slots = SLOTS * work.optimizer * work.shape.block_parameters() // work.trained if way.states_on_host else 0
         optimizer = (copies + slots + work.optimizer - host_states(work, way.states_on_host)) // parts
     outside = CONTEXT + (NCCL if way.processes > 1 else 0)
-    drawing = VAE + int(work.sample_pixels * DECODE) if work.sample_pixels else 0
+    decoded = min(work.sample_pixels, TILE**2) if way.tiled else work.sample_pixels
+    drawing = VAE + int(decoded * DECODE) if decoded else 0
     if way.streamed:
         whole += SLOTS * block - streamed_bytes(work, way.streamed)
     return Memory(
-        weights=whole // parts + gathered,
+        weights=whole // parts + gathered + unpacked_bytes(work.shape, way.base),
         gradients=gradients,
         optimizer=optimizer,
         activations=way.images_per_pass * activation_bytes(work, way),
@@ -272,6 +278,9 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
     backward = (1.2 if work.lora else 2) + again
     forward = images * work.forward / _rate(work, way, gpu)  # seconds
     compute = forward * (1 + backward)
+    if way.base != "bf16":  # each pass reads the codes and writes bf16: forward, again where checkpointed, and backward
+        dequantised = base_bytes(work.shape, way.base) + BF16 * work.weights
+        compute += way.passes * (2 + again) * dequantised * DEQUANTISE_SLOWDOWN / (gpu.bandwidth * 1e9)
     foreign = (way.processes - 1) / way.processes  # of every tensor, what lies on the other GPUs
     if way.sharded:  # per pass: weights gathered once or twice, gradients summed up once
         traffic = way.passes * (3 if way.reshard else 2) * BF16 * work.weights * foreign

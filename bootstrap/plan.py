@@ -16,6 +16,7 @@ from bootstrap.estimate import Arrangement, Work, decimal, in_gib, in_time
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import find_gpu, has_bf16
 from bootstrap.pod import Gpu, Pod, lacks_shm
+from bootstrap.precision import Precision
 from bootstrap.reasons import Choice as Choice
 from bootstrap.reasons import explain
 from bootstrap.ways import (
@@ -62,6 +63,8 @@ class Plan:
     optimizer_in_backward: bool
     host_state_blocks: int  # blocks whose optimizer states lie on the host
     streamed_blocks: int  # blocks whose weights do; all states do then. Both spread evenly
+    base_precision: Precision
+    tiled_decoding: bool  # of samples, which are then decoded in tiles of estimate.TILE pixels
     threads: int  # CPU threads per process
     workers: int  # data loading threads per training process
     steps: int
@@ -138,6 +141,8 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         optimizer_in_backward=way.in_backward,
         host_state_blocks=way.states_on_host,
         streamed_blocks=way.streamed,
+        base_precision=way.base,
+        tiled_decoding=way.tiled,
         threads=threads,
         workers=workers,
         steps=steps,
@@ -261,6 +266,8 @@ def _way_of(plan: Plan) -> Arrangement:
         in_backward=plan.optimizer_in_backward,
         states_on_host=plan.host_state_blocks,
         streamed=plan.streamed_blocks,
+        base=plan.base_precision,
+        tiled=plan.tiled_decoding,
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bootstrap.estimate import Arrangement, Work, decimal, in_gib, streamed_bytes
+from bootstrap.estimate import TILE, Arrangement, Work, decimal, in_gib, streamed_bytes
 from bootstrap.pod import Gpu, Pod
+from bootstrap.precision import ERRORS, FAITHFULNESS, MOST_FAITHFUL, base_bytes
 from bootstrap.ways import needs_whole_model, peak_of, usable_memory
 from jobs.schema import Job
 
@@ -24,7 +25,7 @@ def explain(
     wish = job.plan
     room = usable_memory(gpus) if gpus else pod.memory
 
-    def instead(**changes: bool | int) -> str:
+    def instead(**changes: bool | int | str) -> str:
         """What the other choice would cost."""
         other = replace(way, **changes)  # type: ignore[arg-type]
         peak = peak_of(work, other)
@@ -61,12 +62,16 @@ def explain(
     )
     reason = "a fifth faster; the first step takes a minute or more" if gpus else "only pays on a GPU"
     choices.append(Choice("compile", _on(way.compiled), told("compile", reason)))
-    choices.append(_explain_update(job, way, told))
-    choices.append(_explain_states(job, work, way, told, instead))
+    if work.lora:
+        choices.append(_explain_base(work, way, told, instead))
+    choices += [_explain_update(job, way, told), _explain_states(job, work, way, told, instead)]
     if way.streamed:
         size = decimal(streamed_bytes(work, way.streamed))
         reason = f"{size} of them, brought block by block; on the device {instead(streamed=0)}"
         choices.append(Choice("weights", f"{way.streamed} of {blocks} blocks on host", reason))
+    if way.tiled:
+        reason = f"decoded whole, a sample {instead(tiled=False)}; colours may differ a little from tile to tile"
+        choices.append(Choice("samples", f"in tiles of {TILE} px", reason))
     return choices
 
 
@@ -78,6 +83,16 @@ def _explain_sharding(job: Job, way: Arrangement) -> Choice:
     if way.reshard:
         return Choice("sharding", "fsdp, regathered", f"{reason}; weights are gathered again for the backward pass")
     return Choice("sharding", "fsdp, gathered once", f"{reason}; memory allows to keep weights until the backward pass")
+
+
+def _explain_base(work: Work, way: Arrangement, told: Callable[[str, str], str], instead: Callable[..., str]) -> Choice:
+    size = in_gib(base_bytes(work.shape, way.base))
+    if way.base == "bf16":
+        return Choice("base", way.base, told("base_precision", f"{size}, as it is"))
+    least = {"images_per_pass": 1, "checkpointed": work.shape.blocks, "tiled": work.sample_pixels > TILE**2}
+    better = [name for name in MOST_FAITHFUL if FAITHFULNESS[name] < FAITHFULNESS[way.base]]
+    others = "; ".join(f"{name} {instead(base=name, **least)}" for name in better)
+    return Choice("base", way.base, told("base_precision", f"{size}, off by {ERRORS[way.base]:.1%}; {others}"))
 
 
 def _explain_update(job: Job, way: Arrangement, told: Callable[[str, str], str]) -> Choice:

@@ -1,11 +1,13 @@
 """Which GPUs a job takes and which way of training fits on them.
 
 Every way is tried, and of those that fit the fastest is taken; but the optimizer's states leave the device only where
-none fits with them on it: streaming them asks much of a pod's RAM and PCIe, which differ from pod to pod.
+none fits with them on it: streaming them asks much of a pod's RAM and PCIe, which differ from pod to pod. So it is with
+a frozen base, which is quantised no further than it must be, and with samples, which are decoded whole if they can be.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -13,11 +15,12 @@ from dataclasses import replace
 
 from bootstrap import estimate
 from bootstrap.drivers import branch, least_driver
-from bootstrap.estimate import USABLE, Arrangement, Work, in_gib
+from bootstrap.estimate import TILE, USABLE, Arrangement, Work, in_gib
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, PCIE, GpuModel, find_gpu, has_bf16
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
+from bootstrap.precision import FAITHFULNESS, MOST_FAITHFUL
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
@@ -67,6 +70,8 @@ def refuse_contradictions(job: Job, base: FluxShape) -> None:
     if wish.processes and wish.processes > 1 and not lora and needs_whole_model(job.optimizer):
         message = f"{job.optimizer} finds one rate from all weights of a full model, so it runs in one process"
         refuse("processes", message, "Write 1, leave the key out, or take AdamW8bit")
+    if wish.base_precision not in (None, "bf16") and not lora:
+        refuse("base_precision", "method full trains all weights, in bf16", "Leave the key out, or take method: lora")
     patterns = job.lora.targets if job.lora and isinstance(job.lora.targets, tuple) else ()
     for pattern in patterns:
         if not estimate.adapter_layers(base, (pattern,)):
@@ -185,7 +190,14 @@ def choose_way(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...]) -> Arrange
 
 def _overridden(job: Job) -> list[str]:
     """The overrides that change what fits."""
-    keys = ("checkpointing", "compile", "images_per_pass", "optimizer_in_backward", "optimizer_states")
+    keys = (
+        "checkpointing",
+        "compile",
+        "images_per_pass",
+        "base_precision",
+        "optimizer_in_backward",
+        "optimizer_states",
+    )
     return [key for key in keys if getattr(job.plan, key) is not None]
 
 
@@ -199,10 +211,12 @@ def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room:
     fitting = [way for way in _ways(job, pod, work, processes) if peak_of(work, way) <= room]
     share = max(split_images(job.images_per_step, processes))
 
-    def cost(way: Arrangement) -> tuple[bool, float, int, int, int, int, bool]:
+    def cost(way: Arrangement) -> tuple[bool, int, bool, float, int, int, int, int, bool]:
         seconds = estimate.seconds_per_step(work, way, gpu, share) * (ACCUMULATION_COST if way.passes > 1 else 1)
         return (
             way.states_on_host > 0,
+            FAITHFULNESS[way.base],
+            way.tiled,
             round(seconds, 4),
             way.streamed,
             way.states_on_host,
@@ -221,7 +235,9 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
     share = max(split_images(job.images_per_step, processes))
     sharded = full and processes > 1
     per_pass = [min(wish.images_per_pass, share)] if wish.images_per_pass else _pass_sizes(share)
-    for images in per_pass:
+    bases = (wish.base_precision,) if wish.base_precision else ("bf16",) if full else MOST_FAITHFUL
+    decodings = (False, True) if work.sample_pixels > TILE**2 else (False,)
+    for images, base, tiled in itertools.product(per_pass, bases, decodings):
         for checkpointed in _checkpointed(job, work.shape.blocks):
             for reshard in (False, True) if sharded else (False,):
                 for on_host in _state_places(job, pod, work, processes):
@@ -236,6 +252,8 @@ def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangemen
                         in_backward=_in_backward(job),
                         states_on_host=on_host,
                         streamed=0,
+                        base=base,
+                        tiled=tiled,
                     )
                     yield way
                     yield from _streaming(way, pod, work)
@@ -339,7 +357,17 @@ def _cures(job: Job, pod: Pod, work: Work, processes: int, room: int) -> list[st
     light = replace(work, optimizer=eight_bit, fused=True)
     if work.optimizer > light.optimizer and _fits(_changed(job, optimizer="AdamW8bit"), pod, light, processes, room):
         cures.append("optimizer: AdamW8bit")
-    lora = Arrangement(processes, 1, job.images_per_step, False, False, work.shape.blocks, True, False, 0, 0)
+    way = _least(job, pod, work, processes)
+    lora = replace(
+        way,
+        images_per_pass=1,
+        passes=job.images_per_step,
+        sharded=False,
+        checkpointed=work.shape.blocks,
+        states_on_host=0,
+        streamed=0,
+        base=MOST_FAITHFUL[-1],
+    )
     if peak_of(replace(work, lora=True, trained=0, optimizer=0), lora) <= room:
         cures.append("method: lora")
     return cures
@@ -373,6 +401,7 @@ def cpu_way(job: Job, work: Work) -> Arrangement:
         in_backward=_in_backward(job),
         states_on_host=0,
         streamed=0,
+        base=wish.base_precision or "bf16",
     )
 
 

@@ -312,6 +312,7 @@ def _how(plan: Plan) -> str:
     """The choices that differ from pod to pod, in a few words."""
     words = [f"{plan.passes} passes"] if plan.passes > 1 else []
     words += ["sharded"] if plan.sharding == "fsdp" else []
+    words += [f"{plan.base_precision} base"] if plan.base_precision != "bf16" else []
     words += ["checkpointing"] if plan.checkpointing else []
     words += ["states on host"] if plan.optimizer_states == "host" else []
     return ", ".join(words) or "plain"

@@ -42,6 +42,7 @@ CROP_POINTS = {
     "left": (0.0, 0.5),
     "right": (1.0, 0.5),
 }
+BASE_PRECISIONS = ("bf16", "int8", "fp8", "nf4")
 TIMESTEP_SAMPLINGS = ("flux_shift", "shift", "sigmoid", "uniform")
 
 
@@ -347,6 +348,7 @@ WhenDone = Annotated[Literal["idle", "stop", "terminate"], one_of("idle", "stop"
 BadImages = Annotated[Literal["fail", "skip"], one_of("fail", "skip")]
 OnError = Annotated[Literal["go-on", "stop"], one_of("go-on", "stop")]
 Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
+BasePrecision = Annotated[Literal["bf16", "int8", "fp8", "nf4"], one_of(*BASE_PRECISIONS)]
 StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
 Optimizer = Annotated[
     str, one_of(*OPTIMIZERS, otherwise="an import path such as package.module.Class"), _known_or_path(OPTIMIZERS)

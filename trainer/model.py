@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import clip_rows, placements
 from bootstrap.plan import Plan
+from bootstrap.precision import Precision, quantised_tensors
 from bootstrap.tensor_files import Rows, load_rows, read_header
 from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.data import Batch
+from trainer.quantised import QuantisedLinear
 from trainer.streamed import StreamedBlock, StreamedWeights, spread
 from trainer.trained import held_rows, local, plain_name
 from trainer.world import World
@@ -38,7 +40,7 @@ def build_model(
 
     Cut before it is filled, so that no process ever holds more than its rows; an adapter comes after its frozen base.
     """
-    model = bare_model(shape)
+    model = bare_model(shape, plan.base_precision)
     if job.lora is None:
         if plan.streamed_blocks:
             StreamedWeights(model, spread(plan.streamed_blocks, shape.blocks), world.device)
@@ -59,10 +61,14 @@ def give_memory(model: FluxTransformer2DModel, device: torch.device) -> None:
             module.to_empty(device=device, recurse=False)
 
 
-def bare_model(shape: FluxShape) -> FluxTransformer2DModel:
-    """The model without memory (on the meta device), in bf16."""
+def bare_model(shape: FluxShape, precision: Precision = "bf16") -> FluxTransformer2DModel:
+    """The model without memory (on the meta device), in bf16 but for what ``precision`` quantises."""
     with torch.device("meta"):
-        return FluxTransformer2DModel(**shape.config()).to(torch.bfloat16)
+        model = FluxTransformer2DModel(**shape.config()).to(torch.bfloat16)
+    for name in quantised_tensors(shape) if precision != "bf16" else ():
+        layer = name.removesuffix(".weight")
+        model.set_submodule(layer, QuantisedLinear(model.get_submodule(layer), precision))
+    return model
 
 
 def prepare(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
@@ -144,16 +150,29 @@ def sources(shape: FluxShape, files: Sequence[Path], layout: Layout, prefix: str
 def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) -> None:
     """Reads this process's rows of every parameter, file by file in the order of their bytes.
 
-    Host memory holds some buffers beside the model, never a shard.
+    Host memory holds some buffers beside the model, never a shard; of a base that is quantised, one tensor at a time is
+    in bf16 on the GPU.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    assert {source.parameter for source in places} == set(parameters)  # memory that nothing fills holds anything
+    quantised = {
+        f"{plain_name(name)}.weight": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantisedLinear)
+    }
+    # Memory that nothing fills holds anything.
+    assert {source.parameter for source in places} == parameters.keys() | quantised.keys()
     by_file: dict[Path, list[Source]] = defaultdict(list)
     for source in places:
         by_file[source.path].append(source)
     for path, wanted in by_file.items():
-        held = (_held_rows(parameters[source.parameter], source, world) for source in wanted)
+        held = (_held_rows(parameters[s.parameter], s, world) for s in wanted if s.parameter in parameters)
         load_rows(path, [rows for rows in held if rows])
+        entries = read_header(path).tensors
+        for source in sorted(wanted, key=lambda s: (entries[s.file_name].offset, s.file_first)):
+            if layer := quantised.get(source.parameter):
+                weight = torch.empty((source.count, layer.in_features), dtype=torch.bfloat16, device=layer.codes.device)
+                load_rows(path, [Rows(weight, source.file_name, source.file_first)])
+                layer.take(weight, source.first)
 
 
 def _held_rows(parameter: nn.Parameter, source: Source, world: World) -> Rows | None:

@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch.distributed.fsdp import FSDPModule
 
 from bootstrap.cache import Cache
+from bootstrap.estimate import TILE
 from bootstrap.run_file import RunFile
 from bootstrap.wanted import text_key
 from trainer.world import World
@@ -78,6 +79,10 @@ class Sampler:
     def _pipeline(self) -> FluxPipeline:
         weights = self.run.weights
         vae = AutoencoderKL.from_pretrained(weights.vae, torch_dtype=torch.bfloat16, disable_mmap=True)
+        if self.run.plan.tiled_decoding:
+            vae.enable_tiling()
+            vae.tile_sample_min_size = TILE
+            vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(weights.scheduler)
         pipeline = FluxPipeline(scheduler, vae.to(self.world.device), None, None, None, None, self.model)
         pipeline.set_progress_bar_config(disable=True)

@@ -50,8 +50,10 @@ def reason(plan: Plan, name: str) -> str:
     [
         ("RTX 4090", 1, "full", True),  # weights and states streamed from the host
         ("RTX 4090", 2, "full", True),  # sharded: 11 GiB of weights each
-        ("RTX 4090", 1, "lora", False),
-        ("RTX 4090", 4, "lora", False),  # replicated: more GPUs do not help
+        ("RTX 3080", 1, "lora", True),  # the base quantised, here and on the next three
+        ("RTX 4070 Ti", 1, "lora", True),
+        ("RTX 4080", 1, "lora", True),
+        ("RTX 4090", 4, "lora", True),
         ("RTX 5090", 1, "lora", True),
         ("A40", 1, "full", True),
         ("A40", 1, "lora", True),
@@ -128,6 +130,47 @@ def test_memory_decides_checkpointing_and_place_of_states() -> None:
 def test_a_small_card_takes_checkpointing_rather_than_accumulation() -> None:
     plan = make_plan(job(extra="images_per_step: 8\n"), pod("A40"), DEV, DATA)
     assert (plan.checkpointing, plan.passes, plan.images_per_pass) == (True, 1, 8)
+
+
+LORA_1024 = "resolution: 1024\nimages_per_step: 1\n"
+AT_1024 = DataSummary(images=200, items_per_epoch=200, buckets=((1024, 1024, 200),))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "base"),
+    [("RTX 4070 Ti", "nf4"), ("RTX 4080", "int8"), ("RTX 5080", "int8"), ("RTX 4090", "int8"), ("RTX 5090", "bf16")],
+)
+def test_a_base_is_quantised_no_further_than_it_must_be(gpu: str, base: str) -> None:
+    plan = make_plan(job("lora", LORA_1024), pod(gpu), DEV, AT_1024)
+    assert plan.base_precision == base
+    told = reason(plan, "base")
+    assert told.startswith(f"{base}: ")
+    assert ("bf16 needs 2" in told) == (base != "bf16")
+    assert ("int8 needs 1" in told) == (base == "nf4")
+
+
+def test_a_card_too_small_for_any_base_is_told_the_least() -> None:
+    with pytest.raises(PodError, match=r"This LoRA needs at least 9\.\d GiB .* Choose a GPU of 11 GB or more"):
+        make_plan(job("lora", LORA_1024), pod("RTX 3080"), DEV, AT_1024)
+
+
+def test_the_base_can_be_told() -> None:
+    wish = LORA_1024 + "plan: {{base_precision: {}}}\n"
+    told = make_plan(job("lora", wish.format("fp8")), pod("H200"), DEV, AT_1024)
+    assert told.base_precision == "fp8"
+    assert "plan.base_precision says so; 11.2 GiB, off by 2.6%; bf16 fits too" in reason(told, "base")
+    with pytest.raises(
+        JobError, match=r"with base_precision the job needs .* Leave it out: the plan's own choice fits"
+    ):
+        make_plan(job("lora", wish.format("bf16")), pod("RTX 4080"), DEV, AT_1024)
+
+
+def test_a_sample_is_decoded_in_tiles_where_it_does_not_fit_whole() -> None:
+    drawing = LORA_1024 + "sample: {prompts: [x]}\n"
+    small, large = (make_plan(job("lora", drawing), pod(name), DEV, AT_1024) for name in ("RTX 4080", "A40"))
+    assert (small.base_precision, small.tiled_decoding) == ("int8", True)
+    assert "decoded whole, a sample needs" in reason(small, "samples")
+    assert not large.tiled_decoding
 
 
 def test_paged_optimizers_live_on_the_host() -> None:
@@ -294,6 +337,7 @@ def test_overrides_win() -> None:
         ("lora", "plan: {sharding: fsdp}", "plan.sharding"),
         ("lora", "plan: {optimizer_in_backward: true}", "plan.optimizer_in_backward"),
         ("lora", "plan: {optimizer_states: host}", "plan.optimizer_states"),
+        ("full", "plan: {base_precision: nf4}", "plan.base_precision"),
         ("full", "optimizer: PagedAdamW8bit\nplan: {optimizer_states: device}", "plan.optimizer_states"),
         ("full", "optimizer: Prodigy\nplan: {optimizer_in_backward: true}", "plan.optimizer_in_backward"),
         ("full", "optimizer: Prodigy\nplan: {processes: 2}", "plan.processes"),
