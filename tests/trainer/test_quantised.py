@@ -40,7 +40,7 @@ def weight(rows: int = 64, columns: int = 3072) -> torch.Tensor:
 
 
 def off_by(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((value.float() - expected.float()).norm() / expected.float().norm())
+    return float((value.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
 
 
 def layer(precision: Precision, columns: int = 256, rows: int = 64) -> QuantisedLinear:
@@ -191,7 +191,7 @@ def test_only_the_adapter_is_trained(precision: Precision, flux_tiny: Path, worl
     assert 0 < off_by(flat(found), flat(plain)) < 8 * ERRORS[precision]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["nf4"])  # compiling takes seconds; the test after this traces the others too
 def test_compiled_and_checkpointed_it_gives_the_same_gradients(
     precision: Precision, flux_tiny: Path, world: World
 ) -> None:
