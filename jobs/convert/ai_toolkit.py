@@ -346,7 +346,7 @@ TABLE: Table = (
     ),
     (
         "network.pretrained_lora_path model.lora_path",
-        missing("A run begins with a new adapter; merge the old one into the base first"),
+        missing("lora.start takes adapters of fluxpod only: merge this one into the base first"),
     ),
     (
         "model.assistant_lora_path model.inference_lora_path",

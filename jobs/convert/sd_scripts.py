@@ -396,7 +396,8 @@ def _mask(draft: Draft, names: Sequence[str]) -> None:
 
 def _save(draft: Draft, names: Sequence[str]) -> None:
     steps, epochs = draft.count("save_every_n_steps"), draft.count("save_every_n_epochs")
-    every = shared.every(draft, "save.every", steps, epochs, "save_every_n_steps", "save_every_n_epochs")
+    cadence = ("save_every_n_steps", "save_every_n_epochs")
+    every = shared.every(draft, "save.every", steps, epochs, *cadence, in_epochs=True)
     for ours, end in (("states", "_state"), ("weights", "")):
         span, count = draft.count(f"save_last_n_steps{end}"), draft.count(f"save_last_n_epochs{end}")
         if count > 0 and steps <= 0:
@@ -545,7 +546,10 @@ TABLE: Table = (
         "network_dropout network_args.rank_dropout network_args.module_dropout scale_weight_norms",
         missing("Adapters have no dropout and no norm here; a lower rank keeps them from learning by heart"),
     ),
-    ("network_weights dim_from_weights", missing("A run begins with a new adapter; an old one cannot be trained on")),
+    (
+        "network_weights dim_from_weights",
+        missing("lora.start takes adapters of fluxpod only: merge this one into the base first"),
+    ),
     (
         "base_weights base_weights_multiplier",
         missing("Merge the adapter into the base first, and name that file as base"),

@@ -131,8 +131,11 @@ def steps_in_epoch(draft: Draft) -> int | None:
     return max(1, math.ceil(draft.images / draft.job["images_per_step"]))
 
 
-def every(draft: Draft, key: str, steps: int, epochs: int, by_step: str, by_epoch: str) -> int | None:
-    """How often something happens, in steps. ``steps`` and ``epochs`` are 0 where the source does not say."""
+def every(
+    draft: Draft, key: str, steps: int, epochs: int, by_step: str, by_epoch: str, *, in_epochs: bool = False
+) -> int | None:
+    """How often something happens: the steps of it, where they can be told. ``steps`` and ``epochs`` are 0 where the
+    source does not say; ``in_epochs`` is whether our key takes epochs too."""
     if steps > 0:
         draft.write(key, steps, by_step)
         draft.not_needed([by_epoch], f"{by_step} decides")
@@ -140,6 +143,9 @@ def every(draft: Draft, key: str, steps: int, epochs: int, by_step: str, by_epoc
     draft.not_needed([by_step], "is off")
     if epochs <= 0:
         draft.not_needed([by_epoch], "is off")
+        return None
+    if in_epochs:
+        draft.write(key, "1 epoch" if epochs == 1 else f"{epochs} epochs", by_epoch)
         return None
     epoch = steps_in_epoch(draft)
     if epoch is None:

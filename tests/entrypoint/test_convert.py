@@ -49,10 +49,12 @@ def test_pictures_are_counted_with_the_repeats_of_their_folders(tmp_path: Path) 
     source = json.loads((FILES / "gui-full.json").read_text(encoding="utf-8")) | {
         "train_data_dir": "img",
         "reg_data_dir": "",
+        "sample_every_n_epochs": 3,
+        "sample_prompts": "a cat",
     }
     (tmp_path / "a.json").write_text(json.dumps(source), encoding="utf-8")
     assert convert(tmp_path / "a.json", "--output", tmp_path / "a.yaml", "--volume", tmp_path / "volume") == 0
-    assert load_job(tmp_path / "a.yaml").job.save.every == 25 * 5  # 17 pictures, 4 a step
+    assert load_job(tmp_path / "a.yaml").job.sample.every == 3 * 5  # 17 pictures, 4 a step
 
 
 def test_what_is_wrong_is_told_with_code_64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,7 +206,9 @@ def test_gpus_multiply_what_a_step_holds(tmp_path: Path) -> None:
 
 
 def test_epochs_become_steps_where_the_pictures_are(tmp_path: Path) -> None:
-    file = changed(tmp_path, "gui-full.json", {"save_last_n_epochs": 3, "lr_scheduler": "cosine", "lr_warmup": 10})
+    change = {"save_last_n_epochs": 3, "lr_scheduler": "cosine", "lr_warmup": 10}
+    drawn = {"sample_every_n_epochs": 2, "sample_prompts": "a cat"}
+    file = changed(tmp_path, "gui-full.json", change | drawn)
     seen: list[list[str]] = []
 
     def count(paths: Any) -> int:
@@ -215,13 +217,14 @@ def test_epochs_become_steps_where_the_pictures_are(tmp_path: Path) -> None:
 
     done = convert(file, count=count)
     assert seen == [[path, path] for path in ("/workspace/datasets/img", "/workspace/reg")]
-    assert done.loaded.job.save.every == 25 * 25  # 50 pictures twice, 4 a step
-    assert done.loaded.job.save.weights == 3
+    assert done.loaded.job.sample.every == 2 * 25  # 50 pictures twice, 4 a step
+    assert (done.loaded.job.save.every, done.loaded.job.save.weights) == ("25 epochs", 3)
     assert done.loaded.job.warmup == 500  # a tenth of 200 epochs of 25 steps
     without = convert(file)
-    assert without.loaded.job.save.every == 500
-    assert fates(without)["save_every_n_epochs"] == NOT_SUPPORTED
-    assert "images x repeats / images_per_step" in told(without, "save_every_n_epochs")
+    assert without.loaded.job.sample.every == 250
+    assert without.loaded.job.save.every == "25 epochs"
+    assert fates(without)["sample_every_n_epochs"] == NOT_SUPPORTED
+    assert "images x repeats / images_per_step" in told(without, "sample_every_n_epochs")
 
 
 def test_what_our_own_loader_refuses_is_told_and_left_out(tmp_path: Path) -> None:
