@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import time
 from dataclasses import replace
@@ -77,6 +78,8 @@ def prepare(case: Case, volume: Volume) -> RunFile:
 def pod_of(case: Case, volume: Volume) -> Pod:
     """This pod, its GPUs no larger than the card that the case is about."""
     pod = read_pod(volume.root)
+    if case.host_gib is not None:
+        pod = replace(pod, memory=min(pod.memory, int(case.host_gib * GIB)))
     if case.card_gib is None:
         return pod
     memory = int(case.card_gib * GIB / USABLE)
@@ -129,8 +132,8 @@ def random_weights(model: FluxTransformer2DModel) -> None:
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if parameter.dim() == 1:
                 local.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            else:
-                local.normal_(0, 0.02, generator=generator)
+            else:  # drawn on the GPU, wherever the weight lies
+                local.copy_(torch.empty_like(local, device="cuda").normal_(0, 0.02, generator=generator))
         for layer in model.modules():
             if isinstance(layer, QuantisedLinear):
                 weight = torch.empty((layer.out_features, layer.in_features), device="cuda", dtype=torch.bfloat16)
@@ -200,6 +203,9 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "attention": attention.name,
         "base": run.plan.base_precision,
         "checkpointed_blocks": run.plan.checkpointed_blocks,
+        "host_state_blocks": run.plan.host_state_blocks,
+        "streamed_blocks": run.plan.streamed_blocks,
+        "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "kohya_seconds": case.kohya,
     }
 

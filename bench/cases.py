@@ -13,6 +13,7 @@ class Case:
     size: int  # pixels, square
     steps: int = 20
     card_gib: float | None = None  # GiB of a smaller card that may be filled, CUDA context included; None: this card's
+    host_gib: float | None = None  # of the RAM that a pod with such a card has; None: this machine's
     kohya: float | None = None  # seconds per step of kohya's trainer on an H200, measured 2026-11 (s/it, batch 1)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -31,7 +32,10 @@ CASES = {
         Case("full-1024", full(1024, 1), 1024, kohya=1.37),
         Case("full-1024-checkpointing", full(1024, 1, plan={"checkpointing": True}), 1024, kohya=1.37),
         Case("full-512x4", full(512, 4), 512),
-        Case("full-512x8-paged", full(512, 8, optimizer="PagedAdamW8bit", plan={"checkpointing": True}), 512),
+        # A pod with a card of 48 GB, of which 44.5 GiB may be filled, and of 24 GB: 22.8.
+        Case("full-1024-48gb", full(1024, 1), 1024, 14, card_gib=44.5, host_gib=45),
+        Case("full-512x8-48gb", full(512, 8, optimizer="PagedAdamW8bit"), 512, 12, card_gib=44.5, host_gib=45),
+        Case("full-1024-24gb", full(1024, 1), 1024, 14, card_gib=22.8, host_gib=60),
         Case("lora-1024", lora(1024, 1), 1024, kohya=1.05),
         Case("lora-1024-int8", lora(1024, 1), 1024, card_gib=15.0),  # of a 16 GB card
         Case("lora-1024-fp8", lora(1024, 1, plan={"base_precision": "fp8"}), 1024, card_gib=15.0),
