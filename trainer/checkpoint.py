@@ -105,7 +105,7 @@ class Saver:
     def __init__(self, run: RunFile, world: World, free_memory: Callable[[], int] = read_free_memory):
         self.run, self.world, self.free_memory = run, world, free_memory
         self.writing: Writing | None = None
-        self.writers = max(2, min(MOST_WRITERS, run.plan.threads))
+        self.writers = min(MOST_WRITERS, 2 * run.plan.threads + 1)  # more than CPUs: half of them wait for the disk
         self.many_writers: bool | None = None  # whether the volume takes them; not tried yet
 
     @property

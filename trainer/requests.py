@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ class Requests:
     def __init__(self, run: RunFile, world: World):
         self.folder, self.world, self.interval = run.folder, world, run.job.save.interval
         self.steps_per_epoch = run.plan.steps_per_epoch
-        self.looked = self.saved = time.monotonic()
+        self.saved = time.monotonic()
+        self.looked = -math.inf
         self.save_now = self.pause = False
 
     def ask(self, step: int, writing: bool) -> Asked:

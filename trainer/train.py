@@ -55,7 +55,8 @@ def train(t: Training) -> Outcome:
     if t.start == 0 and t.sampler.due(0):
         t.sampler.draw(0)
         t.metrics.restart_clock()
-    t.rest(t.start)
+    if t.rest(t.start):
+        return t.stopped(t.start)
     for done in t.steps():
         asked = t.requests.ask(done, t.saver.busy)
         if not asked.writing:
@@ -227,7 +228,8 @@ class Training:
         if not self.world.any(self.world.leads and self.run.folder.pause.exists())[0]:
             return False
         self.publish()
-        log.info("paused after step %d, which is saved: remove %s to go on", step, self.run.folder.pause)
+        newest = self.state.step if self.state else 0
+        log.info("paused after step %d, saved is step %d: remove %s to go on", step, newest, self.run.folder.pause)
         stop = self.requests.rest()
         log.info("going on after the pause" if not stop else "stopped during the pause")
         self.metrics.restart_clock()
