@@ -127,6 +127,7 @@ ROWS: dict[str, Row] = {
     "plan.processes": Row(_PLAN),
     "plan.sharding": Row(_PLAN),
     "plan.checkpointing": Row(_PLAN),
+    "plan.base_precision": Row("the next start keeps the frozen base that way, which rounds it otherwise"),
     "plan.compile": Row(_PLAN),
     "plan.images_per_pass": Row(_PLAN),
     "plan.optimizer_in_backward": Row(_PLAN),

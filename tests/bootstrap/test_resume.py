@@ -113,6 +113,7 @@ OTHER: dict[str, Any] = {  # a job with another value for the key than the defau
     "plan.processes": {"plan": {"processes": 2}},
     "plan.sharding": {"plan": {"sharding": "none"}},
     "plan.checkpointing": {"plan": {"checkpointing": True}},
+    "plan.base_precision": {"plan": {"base_precision": "nf4"}},
     "plan.compile": {"plan": {"compile": False}},
     "plan.images_per_pass": {"plan": {"images_per_pass": 1}},
     "plan.optimizer_in_backward": {"plan": {"optimizer_in_backward": True}},
