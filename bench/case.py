@@ -197,7 +197,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "first_step_seconds": images / lines[0]["images_per_s"],
         "setup_seconds": built,
         "total_seconds": took,
-        "losses_finite": all(loss == loss and abs(loss) != float("inf") for loss in losses),
+        "losses_finite": None not in losses,  # what was no number is null there
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "attention": attention.name,

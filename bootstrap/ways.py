@@ -61,9 +61,9 @@ def refuse_contradictions(job: Job, base: FluxShape) -> None:
     if wish.optimizer_in_backward and not lora and job.max_grad_norm is not None:
         message = f"max_grad_norm {job.max_grad_norm:g} needs all gradients before the first weight changes"
         refuse("optimizer_in_backward", message, "Leave one of the two out")
-    if wish.optimizer_states == "host" and (lora or needs_whole_model(job.optimizer)):
-        why = "the states of a LoRA are small" if lora else f"{job.optimizer} needs all its states at once"
-        refuse("optimizer_states", f"{why}, so they stay on the device", "Leave the key out")
+    if wish.optimizer_states == "host" and (lora or job.optimizer not in estimate.FUSED):
+        why = "the states of a LoRA are small" if lora else f"{job.optimizer} steps what lies on the device"
+        refuse("optimizer_states", f"{why}, so they stay there", f"Leave the key out, or take {estimate.FUSED[0]}")
     if wish.optimizer_states == "device" and not lora and job.optimizer.startswith("Paged"):
         message = f"{job.optimizer} keeps its states on the host"
         refuse("optimizer_states", message, f"Leave the key out, or take {job.optimizer.removeprefix('Paged')}")
@@ -287,7 +287,7 @@ def _checkpointed(job: Job, blocks: int) -> list[int]:
 
 def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> list[int]:
     """Of how many blocks the optimizer's states may lie on the host."""
-    if job.method == "lora" or needs_whole_model(job.optimizer):
+    if not work.fused or job.method == "lora":
         return [0]
     blocks = work.shape.blocks
     if job.optimizer.startswith("Paged") or job.plan.optimizer_states == "host":

@@ -51,6 +51,9 @@ class Ring:
         self.blocks = [_Block(host) for host in slab.split(list(sizes))]
         count = min(SLOTS, len(sizes))
         self.slots = [_Slot(torch.empty(max(sizes), dtype=torch.uint8, device=device)) for _ in range(count)]
+        if self.on_gpu:  # the memory may have been another tensor's, which queued work still reads
+            for slot in self.slots:
+                slot.free.append(self._now())
         self.at = len(self.order) - 1  # place in the order of the block asked for last
 
     def need(self, number: int) -> torch.Tensor:

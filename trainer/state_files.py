@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -125,15 +126,19 @@ def lay_out(name: str, pieces: Iterable[Piece], metadata: Mapping[str, str], wor
 
 @torch.no_grad()
 def refuse_non_finite(layouts: Iterable[Layout]) -> None:
-    """Raises NonFiniteError naming the first tensor of this process that is no number. The device is asked once."""
-    pieces = [p for layout in layouts for p in layout.pieces if p.tensor.is_floating_point()]
-    if not pieces:
-        return
-    # A sum is one pass without a mask; only where it is no number is every one looked at.
-    sums = torch.stack([piece.tensor.sum(dtype=torch.float32) for piece in pieces]).tolist()
-    for piece, total in zip(pieces, sums, strict=True):
-        if total - total != 0 and not bool(torch.isfinite(piece.tensor).all()):
-            raise NonFiniteError(f"{piece.name} holds NaN or infinity: nothing is saved")
+    """Raises NonFiniteError naming a tensor of this process that is no number. Each device is asked once: some of a
+    model's weights and states may lie on the host."""
+    by_device: dict[torch.device, list[Piece]] = defaultdict(list)
+    for layout in layouts:
+        for piece in layout.pieces:
+            if piece.tensor.is_floating_point():
+                by_device[piece.tensor.device].append(piece)
+    for pieces in by_device.values():
+        # A sum is one pass without a mask; only where it is no number is every one looked at.
+        sums = torch.stack([piece.tensor.sum(dtype=torch.float32) for piece in pieces]).tolist()
+        for piece, total in zip(pieces, sums, strict=True):
+            if total - total != 0 and not bool(torch.isfinite(piece.tensor).all()):
+                raise NonFiniteError(f"{piece.name} holds NaN or infinity: nothing is saved")
 
 
 def begin_folder(part: Path) -> None:

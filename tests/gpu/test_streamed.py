@@ -41,6 +41,7 @@ def make_batch() -> Batch:
     return Batch(
         noisy=random(1, 256, 64),
         target=random(1, 256, 64).float(),
+        mask=torch.ones(1, 256, 4),
         sigma=torch.full((1,), 0.5),
         text=random(1, 512, 4096),
         pooled=random(1, 768),
