@@ -2,7 +2,8 @@
 
 What a key stands for is no matter here (bootstrap/wanted.py makes them). The tensors lie in few large shards
 (safetensors; network volumes hate small files), named ``<key>.<tensor>``. A shard is written under a temporary name,
-flushed, then renamed: a kill loses the one being written. The shards' headers are the only index.
+flushed, then renamed: a kill loses two of each process, the one being written and the one being collected. The
+shards' headers are the only index.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def image_sizes(job: Job, data: DataSummary) -> list[tuple[int, int, float]]:
 
 
 def epoch_steps(job: Job, data: DataSummary) -> int:
-    """Steps of an epoch, which shows every item once: see trainer/order.py."""
+    """Steps of an epoch, which shows every item once: see bootstrap/order.py."""
     if job.mixes_buckets or not data.buckets:
         return max(1, math.ceil(data.items_per_epoch / job.images_per_step))
     return sum(math.ceil(items / job.images_per_step) for _, _, items in data.buckets)

@@ -1,4 +1,4 @@
-"""Reading, checking and thinning states; writing one needs the trainer (trainer/saver.py).
+"""Reading, checking and thinning states; writing one needs the trainer (trainer/checkpoint.py).
 
 ``states/step-000500/`` holds ``model.safetensors``, ``optimizer.safetensors`` and ``state.json``, whose extents say how
 long each run of bytes is and what it hashes to. A folder without a valid ``state.json`` is not a state. A state that

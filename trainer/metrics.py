@@ -33,13 +33,13 @@ class StepRecord:
     grad_norm: torch.Tensor | None
     learning_rate: float
     images: int
-    skipped: torch.Tensor  # tensors whose gradient was no number, over all processes; a scalar, still on its device
+    skipped: torch.Tensor  # parts of tensors whose gradient was no number, over all processes; a scalar, on its device
     seconds: float = 0.0  # since the step before; set by Metrics
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """A step's numbers on their way to the host: loss, gradient's length (0 where there is none), skipped tensors."""
+    """A step's numbers on their way to the host: loss, gradient's length (0 where there is none), skipped parts."""
 
     record: StepRecord
     numbers: torch.Tensor
@@ -149,7 +149,7 @@ def what_is_wrong(step: int, loss: float, norm: float | None, skipped: int) -> s
     if norm is not None and not math.isfinite(norm):
         return f"the length of the gradient of step {step} is {norm}"
     if skipped:
-        return f"the gradients of {skipped} tensors of step {step} are no numbers"
+        return f"the gradients of {skipped} parts of tensors of step {step} are no numbers"
     return ""
 
 

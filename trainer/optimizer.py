@@ -57,8 +57,9 @@ class Optimizer(ABC):
         """Called before the step's last backward.
 
         ``go``: a float32 scalar on the device, the same on every process: 1, or 0 where the step's loss is no number,
-        which leaves weights and states as they are. ``skipped`` counts, on the device, this process's tensors whose
-        gradient is no number in this step: they are left as they are too.
+        which leaves weights and states as they are. ``skipped`` counts, on the device, this process's parts of
+        tensors (blocks of 256 weights in the fused kernel, else whole ones) whose gradient is no number in this step:
+        they are left as they are too.
         """
         self.step_index, self.learning_rate, self.go = step, learning_rate, go
         self.skipped = torch.zeros((), dtype=torch.int32, device=go.device)  # a new one: the last is read a step late

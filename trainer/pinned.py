@@ -18,7 +18,8 @@ def pinned_slab(size: int) -> torch.Tensor:
     slab = torch.zeros(size, dtype=torch.uint8)
     result = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
     if int(result) != 0:
-        raise MemoryError(f"the host cannot pin {size / 2**30:.1f} GiB for optimizer states (CUDA error {int(result)})")
+        need = f"{size / 2**30:.1f} GiB for what lies on the host"
+        raise MemoryError(f"the host cannot pin {need} (CUDA error {int(result)})")
     return slab
 
 

@@ -99,7 +99,7 @@ def test_a_few_in_a_row_are_told_and_skipped(folder: RunFolder, world: World) ->
         metrics.record(record(step, loss))
     metrics.record(replace(record(6), skipped=torch.tensor(7)))
     metrics.flush()
-    assert metrics.wrong == "the gradients of 7 tensors of step 6 are no numbers"
+    assert metrics.wrong == "the gradients of 7 parts of tensors of step 6 are no numbers"
     assert [line["loss"] for line in lines(folder)] == [None, None, 0.5, None, 0.5, 0.5]
     assert [line["step"] for line in lines(folder) if "skipped" in line] == [1, 2, 4, 6]
     metrics.record(record(7, math.nan))

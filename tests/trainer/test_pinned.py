@@ -37,7 +37,7 @@ def test_a_slab_is_zeros_and_pinned_until_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_host_that_has_not_as_much_is_told_with_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(answer=2))
-    with pytest.raises(MemoryError, match=r"the host cannot pin 0\.5 GiB for optimizer states \(CUDA error 2\)"):
+    with pytest.raises(MemoryError, match=r"the host cannot pin 0\.5 GiB for what lies on the host \(CUDA error 2\)"):
         pinned_slab(1 << 29)
 
 
