@@ -69,7 +69,7 @@ def list_files(repo: str, revision: str, token: str | None, kind: str = "model")
     return info.sha, files
 
 
-def explain(error: BaseException, repo: str, revision: str, token: str | None) -> str | None:
+def explain(error: BaseException, repo: str, revision: str, token: str | None, kind: str = "model") -> str | None:
     """What a failure of huggingface_hub means and what to do; None where it is none that we know.
 
     Known are refusals, an absent repository or revision, a hub that is down or busy, no network, offline mode.
@@ -84,7 +84,7 @@ def explain(error: BaseException, repo: str, revision: str, token: str | None) -
         if isinstance(cause, errors.HFValidationError):
             return f"'{repo}' is no name of a hub repository. Write owner/name, e.g. black-forest-labs/FLUX.1-dev."
         if isinstance(cause, errors.HfHubHTTPError):
-            return _explain_status(cause, repo, token)
+            return _explain_status(cause, repo, token, kind)
         if isinstance(cause, errors.FileMetadataError | json.JSONDecodeError):
             return f"What answers at {_endpoint()} is not the hub. Check HF_ENDPOINT and any proxy in between."
         if type(cause).__module__.startswith("httpx"):  # which client the library uses changes; its name shows
@@ -116,7 +116,11 @@ def retry_after(error: BaseException) -> float:
 
 def shown_address(url: str) -> str:
     """``url`` fit for a log: a login or a signature in it is as good as a password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # e.g. [ without ]
+        scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}" + ("?..." if parts.query else "")
 
@@ -128,11 +132,11 @@ def _causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _explain_status(error: Any, repo: str, token: str | None) -> str:
+def _explain_status(error: Any, repo: str, token: str | None, kind: str) -> str:
     from huggingface_hub import errors
 
     status = error.response.status_code
-    page = f"https://huggingface.co/{repo}"
+    page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
     if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError
         if token is None:
             return (

@@ -4,10 +4,12 @@ the address of the file follows from it."""
 from __future__ import annotations
 
 import re
-from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
 
 # A share of Nextcloud or ownCloud, on anybody's host: /s/ and fifteen letters.
 _CLOUD_SHARE = re.compile(r"(?:/index\.php)?/s/[A-Za-z0-9]{15}/?")
+# What an address may hold as it is. % is among it: what is quoted already stays.
+_PLAIN = "/%:=&?~+!$,;'@()*[]"
 _DRIVE_FILE = re.compile(r"/file/(?:u/\d+/)?d/([\w-]+)")
 
 
@@ -16,8 +18,11 @@ class LinkError(Exception):
 
 
 def direct(link: str) -> str:
-    """The address to fetch. A link of no known share stays as it is. Raises LinkError."""
-    parts = urlsplit(link)
+    """The address to fetch, in ASCII. A link of no known share leads where it did. Raises LinkError."""
+    try:
+        parts = _quoted(urlsplit(link))
+    except ValueError:  # its text may repeat a password
+        raise LinkError("is no address: its host or port is malformed") from None
     host = (parts.hostname or "").removeprefix("www.")
     if host == "dropbox.com":
         return _with(parts, dl="1")
@@ -31,7 +36,21 @@ def direct(link: str) -> str:
         return parts._replace(path=parts.path.replace("/blob/", "/resolve/", 1)).geturl()
     if _CLOUD_SHARE.fullmatch(parts.path):
         return parts._replace(path=f"{parts.path.rstrip('/')}/download").geturl()
-    return link
+    return parts.geturl()
+
+
+def _quoted(parts: SplitResult) -> SplitResult:
+    """As it goes over the wire: a browser shows and takes signs that a request must not hold. Raises ValueError."""
+    _ = parts.port  # raises where it is no number
+    login, at, host = parts.netloc.rpartition("@")
+    if not host.isascii():
+        host = host.encode("idna").decode()
+    return parts._replace(
+        netloc=f"{login}{at}{host}",
+        path=quote(parts.path, safe=_PLAIN),
+        query=quote(parts.query, safe=_PLAIN),
+        fragment="",  # no server is told it
+    )
 
 
 def _drive(parts: SplitResult) -> str:

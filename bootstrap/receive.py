@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import ssl
 import sys
 import threading
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -295,7 +296,7 @@ def _announced(response: HTTPResponse, there: int) -> int | None:
     """Bytes of the whole file, as the server says. Raises BrokenOffError where it sends another range than asked."""
     length = response.headers.get("Content-Length")
     if response.status != 206:
-        return int(length) if length else None
+        return int(length) if length and length.isdecimal() else None
     first, _, total = (response.headers.get("Content-Range") or "").removeprefix("bytes ").partition("-")
     if first != str(there):
         raise BrokenOffError(f"asked for bytes from {there}, and bytes from {first or 'nowhere'} came")
@@ -359,9 +360,16 @@ def _by_xet(order: Order, xet: Any, headers: dict[str, str], tell: Tell) -> str:
     """Xet writes its parts in any order: nothing of a broken transfer can be gone on with, so it has another name."""
     from huggingface_hub.file_download import xet_get
 
-    part = Path(f"{order.part}{XET}")
-    part.unlink(missing_ok=True)
-    xet_get(incomplete_path=part, xet_file_data=xet, headers=headers, expected_size=order.size, _tqdm_bar=_XetBar(tell))
+    part, bar = Path(f"{order.part}{XET}"), _XetBar(tell)
+    with _on_volume():
+        part.unlink(missing_ok=True)
+    try:
+        xet_get(incomplete_path=part, xet_file_data=xet, headers=headers, expected_size=order.size, _tqdm_bar=bar)
+    except (RuntimeError, ValueError) as error:  # hf_xet tells of the network, its servers and a full disk so
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        text = re.sub(r"https?://\S+", lambda url: hub.shown_address(url[0]), str(error))  # they are signed
+        raise BrokenOffError(f"Xet: {text}") from error
     sha256 = hash_file(part, order, tell)
     if sha256 is None:
         part.unlink(missing_ok=True)
@@ -405,7 +413,9 @@ def _told(error: Exception, request: dict[str, Any], token: str | None) -> dict[
         else what["repo"]
     )
     explained = (
-        None if what.get("url") else hub.explain(error, what["repo"], what.get("revision") or what["commit"], token)
+        None
+        if what.get("url")
+        else hub.explain(error, what["repo"], what.get("revision") or what["commit"], token, what["kind"])
     )
     if explained:
         kind, message = "passing" if hub.is_passing(error) else "access", explained
@@ -413,6 +423,9 @@ def _told(error: Exception, request: dict[str, Any], token: str | None) -> dict[
         kind, message = _told_of_status(error.code, shown)
     elif isinstance(error, urllib.error.HTTPError):  # the store behind the hub; its addresses are good for an hour
         kind, message = "passing", f"The hub's store did not give {shown} (status {error.code})."
+    elif what.get("url") and isinstance(error, (InvalidURL, ValueError)) and not isinstance(error, OSError):
+        # Without its text, which repeats the address; a certificate's error is both an OSError and a ValueError.
+        kind, message = "access", f"{shown} is malformed, or leads on to an address that is. Check the address."
     elif isinstance(error, (OSError, HTTPException)):
         kind, message = "passing", f"{shown}: {getattr(error, 'reason', None) or error or type(error).__name__}."
     else:

@@ -292,7 +292,8 @@ class Transfers:
             return
         task.tries += 1
         if kind == "volume":
-            Path(task.request["get"]["part"]).unlink(missing_ok=True)  # what lies there cannot be told from what should
+            with contextlib.suppress(OSError):  # the volume may refuse this, too
+                Path(task.request["get"]["part"]).unlink()  # what lies there cannot be told from what should
             message = f"{task.name} cannot be written to the volume: {message}."
         if task.tries > len(self.patience.waits):
             raise PodError(message) if kind == "volume" else AccessError(message)

@@ -176,7 +176,7 @@ def _datasets(volume: Volume, wanted: set[str] | None, now: float) -> Iterator[R
     """``wanted``: every text below ``datasets`` in the jobs; None where that is not known."""
     links = volume.fetched / "links"
     for path in _entries(links):
-        if path.name.startswith(".") and _age(path, now) >= LEFT:
+        if (path.name.startswith(".") or path.suffix == ".arrived") and _age(path, now) >= LEFT:
             yield _file("datasets", path, "a fetch that was not finished", now)
     if wanted is None:
         return

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from bootstrap.hub import shown_address
 from bootstrap.links import LinkError, direct
 
 
@@ -41,6 +42,9 @@ from bootstrap.links import LinkError, direct
             "https://example.org/index.php/s/AbCdEfGhIjKlMnO/download",
         ),
         ("https://example.org/s/short", "https://example.org/s/short"),
+        ("https://h/Blüten.zip#ü", "https://h/Bl%C3%BCten.zip"),
+        ("https://h/my pics%20.zip?sig=a b%2B+c/=", "https://h/my%20pics%20.zip?sig=a%20b%2B+c/="),
+        ("https://blüten.example:8443/x.zip", "https://xn--blten-lva.example:8443/x.zip"),
     ],
 )
 def test_a_share_becomes_the_address_of_its_file(link: str, expected: str) -> None:
@@ -51,3 +55,21 @@ def test_a_share_becomes_the_address_of_its_file(link: str, expected: str) -> No
 def test_a_folder_of_google_drive_is_no_file() -> None:
     with pytest.raises(LinkError, match="pack it as a zip"):
         direct("https://drive.google.com/drive/folders/1a-B_2")
+
+
+@pytest.mark.parametrize("link", ["https://[::1/x.zip", "https://h:port/x.zip", "https://h:99999/x", "https://ü..h/x"])
+def test_what_can_be_no_address(link: str) -> None:
+    with pytest.raises(LinkError, match="malformed"):
+        direct(link)
+
+
+@pytest.mark.parametrize(
+    ("link", "shown"),
+    [
+        ("https://me:word@h:1/x.zip?sig=SECRET#y", "https://h:1/x.zip?..."),
+        ("https://me:word@[::1/x.zip?sig=SECRET#y", "https://[::1/x.zip"),
+        ("https://[::1", "https://[::1"),
+    ],
+)
+def test_an_address_is_shown_without_its_secrets(link: str, shown: str) -> None:
+    assert shown_address(link) == shown

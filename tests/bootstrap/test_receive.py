@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,16 @@ def test_lost_writes_are_noticed_when_they_are_flushed(order: Order, monkeypatch
         receive.receive(order, None, lambda **_: None)
 
 
+@pytest.mark.parametrize("path", ["Blüten.zip?sig=SECRET", "my pics.zip?sig=SECRET"])
+def test_an_address_that_no_request_can_hold(path: str, tmp_path: Path) -> None:
+    """A share may lead on to one. Asking again is in vain, and the address is as good as a password."""
+    request = {"get": {"part": str(tmp_path / "part"), "url": f"http://127.0.0.1:9/{path}"}}
+    answer = receive._answer(request, None, lambda **_: None)
+    assert answer["failed"] == "access"
+    assert "is malformed" in answer["message"]
+    assert "SECRET" not in str(answer)
+
+
 def failing(order: Order, waits: tuple[float, ...]) -> tuple[Transfers, _Task, list[str]]:
     lines: list[str] = []
     task = _Task({"get": vars(order) | {}}, "file", size=3_000_000)
@@ -78,6 +89,16 @@ def test_input_output_errors_are_tried_again_from_the_beginning_and_then_the_pod
     assert "cannot be written to the volume: Input/output error. Trying again" in lines[0]
     with pytest.raises(PodError, match="cannot be written"):
         transfers._fail(task, {"failed": "volume", "message": "Input/output error"})
+
+
+def test_a_volume_that_lets_nothing_be_removed_is_tried_again(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    transfers, task, lines = failing(order, (0.0,))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    transfers._fail(task, {"failed": "volume", "message": "Read-only file system"})
+    assert "Read-only file system. Trying again" in lines[0]
 
 
 def test_after_two_failures_it_is_plain_http_and_then_it_is_over(order: Order) -> None:
@@ -103,6 +124,24 @@ def test_xet_is_asked_as_huggingface_hub_wants_it() -> None:
 
     asked = {"incomplete_path", "xet_file_data", "headers", "expected_size", "_tqdm_bar"}
     assert asked <= set(inspect.signature(xet_get).parameters)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_xet_that_fails_is_tried_again(
+    error: type[Exception], order: Order, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*, incomplete_path: Path, **_: object) -> None:
+        incomplete_path.write_bytes(b"some")
+        raise error("sending for url (https://xet.example/x?sig=SECRET) failed")
+
+    monkeypatch.setattr("huggingface_hub.file_download.xet_get", fail)
+    monkeypatch.setattr(receive, "_locate", lambda *_: ("", {}, object()))
+    request = {"get": vars(replace(order, url="", repo="a/b", commit="c", path="file"))}
+    answer = receive._answer(request, None, lambda **_: None)
+    assert answer["failed"] == "passing"
+    assert "file of a/b: Xet: sending for url (https://xet.example/x?..." in answer["message"]
+    assert "SECRET" not in f"{answer}{capfd.readouterr()}"
+    assert list(Path(order.part).parent.glob("part*")) == []
 
 
 def test_xet_tells_of_its_bytes_through_our_bar() -> None:

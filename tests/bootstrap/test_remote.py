@@ -269,7 +269,7 @@ def test_a_repository_with_a_zip(volume: Volume, hub: LoopbackHub, tmp_path: Pat
 def test_a_gated_repository_says_what_to_do(volume: Volume, hub: LoopbackHub, tmp_path: Path) -> None:
     hub.repos["me/set"] = repo(tmp_path / "hub", {"a.png": picture()})
     hub.repos["me/set"].gated = True
-    with pytest.raises(AccessError, match="HF_TOKEN is not set"):
+    with pytest.raises(AccessError, match=r"HF_TOKEN is not set.*https://huggingface\.co/datasets/me/set,"):
         fetch_datasets(job("hf://datasets/me/set"), volume, None, lambda line: None)
 
 

@@ -245,6 +245,7 @@ def test_fetched_datasets_that_no_job_names_may_go(tmp_path: Path) -> None:
         write(record, 0, json.dumps({"from": link, "sha256": sha256, "size": 1000}))
         write(links / f"{sha256}.zip", 1000)
     write(links / ".x.arrived.1.part", 500)
+    write(links / "x.arrived", 400)
     for repo in ("me--set", "me--other"):
         write(volume.fetched / repo / COMMIT / "a.png", 3000)
     age(tmp_path, 30)
@@ -255,8 +256,9 @@ def test_fetched_datasets_that_no_job_names_may_go(tmp_path: Path) -> None:
         "me--other",
         f"links/{'b' * 64}.zip",
         "links/.x.arrived.1.part",
+        "links/x.arrived",
     ]
     write(volume.jobs / "b.yaml", 0, "name: [")
     found, kept = find(volume, 7, ("datasets",), time.time())
-    assert [each.path.name for each in found] == [".x.arrived.1.part"]
+    assert [each.path.name for each in found] == [".x.arrived.1.part", "x.arrived"]
     assert "b.yaml cannot be read" in kept[0]
