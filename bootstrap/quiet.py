@@ -41,7 +41,7 @@ def look_at(paths: Sequence[Path]) -> Look:
 
 
 def _files(root: Path) -> list[Path]:
-    if root.is_file():
+    if os.path.isfile(root):  # false, too, of what can be no path
         return [root]
     found = []
     seen: set[str] = set()

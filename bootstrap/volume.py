@@ -128,7 +128,7 @@ class Volume:
 
     def resolve(self, path: str) -> Path:
         """A path of a job: absolute, or relative to the volume."""
-        return self.root / Path(path).expanduser()
+        return self.root / os.path.expanduser(path)  # pathlib's raises where there is no such user
 
 
 _TOKEN = secrets.token_hex(4)  # containers of one image have the same pids, and may share a volume

@@ -45,13 +45,17 @@ class JobFolder:
         self._read: dict[Path, tuple[bytes, JobFile]] = {}
 
     def look(self) -> list[JobFile]:
-        """In name order those that are as they were at the last look; others may still be arriving."""
-        before, self.seen = self.seen, {}
+        """In name order those that are as they were at the last look; others may still be arriving.
+
+        Raises OSError where the volume does not answer: that says nothing of any file, and the last look stands.
+        """
+        before, seen = self.seen, {}
         for path in sorted(p for p in self.folder.iterdir() if p.suffix in ENDINGS and p.name[0] != "."):
             try:
-                self.seen[path] = path.read_bytes()
-            except OSError:  # removed since it was listed, or no file
+                seen[path] = path.read_bytes()
+            except (FileNotFoundError, IsADirectoryError):  # removed since it was listed, or no file
                 continue
+        self.seen = seen
         still = {path: data for path, data in self.seen.items() if before.get(path) == data}
         self.arriving = len(still) < len(self.seen)
         known = self._read

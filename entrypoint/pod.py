@@ -20,9 +20,11 @@ from typing import Literal
 
 from bootstrap import clocks
 from bootstrap.lease import LeaseWatch
+from bootstrap.masks import ALPHA
 from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Pod, read_pod
 from bootstrap.quiet import QuietWatch
+from bootstrap.remote import is_remote
 from bootstrap.state import list_states
 from bootstrap.volume import Volume, write_json
 from bootstrap.volume_probe import probe_volume
@@ -62,6 +64,7 @@ class Child:
     file: JobFile
     gpus: tuple[int, ...]
     process: subprocess.Popen[bytes]
+    missing: bool = False  # its file was not there at the last look
     removed: bool = False  # its file went away: it was asked to stop
 
 
@@ -71,7 +74,7 @@ class Ended:
 
     code: int
     text: str
-    data: str  # fingerprint of its datasets
+    data: str  # fingerprint of its datasets and weights
     again_at: float | None = None  # on this process's clock; None: not by itself
 
 
@@ -218,7 +221,11 @@ class PodLoop:
         running = {child.file.path for child in self.children.values()}  # an edit holds from the next start on
         unreadable = {file.name: file for file in self.files if not file.loaded and file.path not in running}
         for name, file in unreadable.items():
-            if self.telling.tell(name, "held", file.problems, JOB_WRONG):
+            if not self.leases.clear(self.volume.run(name).lease):  # its status is the owner's to write
+                self.telling.once(
+                    name, f"{file.path.name} cannot be read; the {name} that another process or pod runs goes on"
+                )
+            elif self.telling.tell(name, "held", file.problems, JOB_WRONG):
                 self.end_of_work.notify(notify_of(file.text), name, "held", file.problems)
         if not self.job_folder.arriving:
             self.telling.forget_unreadable(except_for=unreadable)
@@ -250,7 +257,13 @@ class PodLoop:
         return "ready"
 
     def _data_of(self, job: Job) -> list[Path]:
-        return [self.volume.resolve(entry.path) for entry in job.datasets if "://" not in entry.path]
+        """What the job names on the volume, there or not: its pictures and masks, and the weights it starts from."""
+        named: list[str | None] = [entry.path for entry in job.datasets]
+        named += [entry.mask for entry in job.datasets if entry.mask != ALPHA]
+        named += [job.base, job.vae, job.lora.start if job.lora else None]  # where an id on the hub leads is nothing
+        if job.text_encoders:
+            named += [job.text_encoders.clip, job.text_encoders.t5]
+        return [self.volume.resolve(path) for path in named if path and not is_remote(path)]
 
     def _again(self, ended: Ended, file: JobFile, paths: Sequence[Path]) -> bool:
         if ended.text != file.text:
@@ -323,12 +336,16 @@ class PodLoop:
         return Outcome(code, told.message if told else "", told.step if told else 0)
 
     def _stop_removed(self) -> None:
-        """A run whose job file is gone is stopped as by a signal: its state stays; with the file back it goes on."""
-        if self.job_folder.arriving:  # it may be its file under another name
-            return
+        """A run whose job file is gone is stopped as by a signal: its state stays; with the file back it goes on.
+
+        Gone is what was not there at two looks: many an editor deletes a file and writes it anew.
+        """
         there = {file.name for file in self.files}
         for name, child in self.children.items():
-            if not child.removed and name not in there and child.file.path not in self.job_folder.seen:
+            missed, child.missing = child.missing, name not in there and child.file.path not in self.job_folder.seen
+            if self.job_folder.arriving:  # it may be its file under another name
+                continue
+            if missed and child.missing and not child.removed:
                 print(f"{name}: its job file was removed; stopping it", flush=True)
                 child.removed = True
                 child.process.terminate()

@@ -282,20 +282,23 @@ def probe_links(
 def choose_ways(direct: Mapping[str, Mapping[str, Any]], around: Mapping[str, Mapping[str, Any]], off: bool) -> Ways:
     """By what was found with P2P and around it. ``off``: the environment forbids it."""
     without = around["all-reduce"]
-    if off:
+    if off and "value" in without:
         return Ways(p2p=False, note="NCCL_P2P_DISABLE is set: the GPUs talk to each other through the host's memory")
-    with_p2p = direct["all-reduce"]
-    if "value" in with_p2p:
-        if without.get("value", 0.0) <= P2P_GAIN * with_p2p["value"]:
+    # Sharding sends in rings and from GPU to GPU: where either fails with P2P, P2P does not work.
+    faults = [found["error"] for found in direct.values() if "error" in found]
+    if not off and not faults:
+        with_p2p = direct["all-reduce"]["value"]
+        if without.get("value", 0.0) <= P2P_GAIN * with_p2p:
             return Ways()
-        told = f"{without['value']:.0f} GB/s without P2P, {with_p2p['value']:.0f} with it"
+        told = f"{without['value']:.0f} GB/s without P2P, {with_p2p:.0f} with it"
         return Ways(p2p=False, note=f"The GPUs reach {told}: P2P is switched off for the job")
     if "value" in without:
-        why = with_p2p["error"]
+        why = faults[0]
         return Ways(p2p=False, note=f"P2P between the GPUs does not work here ({why}): it is switched off for the job")
+    fault = "NCCL_P2P_DISABLE is set" if off else faults[0]
     return Ways(
         apart=True,
-        note=f"The GPUs of this pod do not reach each other: {with_p2p['error']}; without P2P: {without['error']}. "
+        note=f"The GPUs of this pod do not reach each other: {fault}; without P2P: {without['error']}. "
         "Training on several of them would hang: take another pod, or write gpus: 1",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,8 @@ class Requests:
         """A state was begun: the clock starts anew, and a wish for one is met."""
         self.saved = time.monotonic()
         if self.save_now:
-            self.folder.save_now.unlink(missing_ok=True)
+            with suppress(OSError):  # a volume that fails must not end a training; it saves again instead
+                self.folder.save_now.unlink(missing_ok=True)
             self.save_now = False
 
     def rest(self) -> bool:

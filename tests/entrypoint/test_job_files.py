@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_the_same_content_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     for _ in range(5):
         folder.look()
     assert read == ["a.yaml"]
+
+
+def test_a_volume_that_does_not_answer_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(JOB.format("a"))
+    folder = JobFolder(tmp_path)
+    folder.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output error"):
+            folder.look()
+    assert set(folder.seen) == {file}
+    assert [found.name for found in folder.look()] == ["a"]
 
 
 def test_a_folder_in_place_of_a_file_is_none(tmp_path: Path) -> None:

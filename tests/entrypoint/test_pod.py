@@ -259,6 +259,31 @@ def test_a_data_upload_is_waited_for(volume: Volume, started: list[list[str]], c
     assert "still coming" in status.message
 
 
+def test_all_that_a_job_names_on_the_volume_is_waited_for(
+    volume: Volume, started: list[list[str]], clock: Clock
+) -> None:
+    codes[0] = JOB_WRONG
+    more = ["    mask: datasets/masks", "  - path: https://example.com/d.zip", "    mask: alpha"]
+    drop(volume, "a", *more, "lora:", "  start: runs/b/output/b.safetensors")
+    loop = make_loop(volume)
+    loop.quiet.clock = clock
+    for _ in range(5):
+        loop.turn()
+        turn_until_ended(loop)
+    assert len(started) == 1  # held: its masks are missing
+    mask = volume.datasets / "masks" / "a.png"
+    mask.parent.mkdir()
+    mask.write_bytes(b"y")
+    clock.now += 31
+    for _ in range(4):
+        loop.turn()
+        turn_until_ended(loop)
+    assert len(started) == 2
+    assert loop.files[0].loaded
+    named = {path.relative_to(volume.root).as_posix() for path in loop._data_of(loop.files[0].loaded.job)}
+    assert named == {"datasets/d", "datasets/masks", "flux-tiny", "runs/b/output/b.safetensors"}
+
+
 def test_a_removed_job_is_stopped(
     volume: Volume, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -270,7 +295,16 @@ def test_a_removed_job_is_stopped(
     loop.turn()
     loop.turn()
     assert "a" in loop.children
+    text = file.read_text(encoding="utf-8")
+    for _ in range(2):  # an editor deletes it and writes it anew
+        file.unlink()
+        loop.turn()
+        file.write_text(text, encoding="utf-8")
+        loop.turn()
+    assert not loop.children["a"].removed
     file.unlink()
+    loop.turn()
+    assert not loop.children["a"].removed
     loop.turn()
     turn_until_ended(loop)
     assert not loop.children
@@ -478,6 +512,23 @@ def test_another_pods_run_keeps_its_status(volume: Volume, started: list[list[st
         loop.turn()
     assert Status.read(folder.status) == before
     assert not started
+
+
+def test_an_unreadable_file_leaves_another_pods_run_its_status(
+    volume: Volume, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (volume.jobs / "a.yaml").write_text("name: [\n", encoding="utf-8")
+    folder = volume.run("a")
+    write_json(folder.lease, replace(Lease.mine("other"), boot="another boot").__dict__)
+    StatusFile(folder.status).tell("training", "training", step=7, steps=9)
+    loop = make_loop(volume)
+    for _ in range(4):
+        loop.turn()
+    assert phase(volume, "a") == "training"
+    assert capsys.readouterr().out.count("a.yaml cannot be read") == 1
+    folder.lease.unlink()
+    loop.turn()
+    assert phase(volume, "a") == "held"
 
 
 def test_out_of_time_the_stop_is_asked_for_until_it_takes(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ def told(value: float | None, error: str = "cut off after 12 s") -> dict[str, di
         (told(5.0), told(20.0), False, False, "20 GB/s without P2P, 5 with it"),
         ({}, told(20.0), True, False, "NCCL_P2P_DISABLE is set"),
         (told(300.0), told(None), False, True, ""),
+        (told(300.0) | {"GPU to GPU": {"error": "it hung"}}, told(20.0), False, False, "does not work here (it hung)"),
     ],
 )
 def test_p2p(direct: Any, around: Any, off: bool, p2p: bool, word: str) -> None:
@@ -121,6 +122,14 @@ def test_p2p(direct: Any, around: Any, off: bool, p2p: bool, word: str) -> None:
     assert not ways.apart
     assert word in ways.note
     assert bool(ways.note) == bool(word)
+
+
+@pytest.mark.parametrize(("direct", "off"), [(told(None), False), ({}, True)])
+def test_gpus_that_do_not_reach_each_other_are_told_apart(direct: Any, off: bool) -> None:
+    ways = choose_ways(direct, told(None, "no route"), off)
+    assert ways.apart
+    assert "without P2P: no route" in ways.note
+    assert ("NCCL_P2P_DISABLE is set" in ways.note) == off
 
 
 def test_p2p_that_hangs_is_cut_off_and_switched_off_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

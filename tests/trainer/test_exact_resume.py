@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bootstrap.outcome import STOPPED
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, newest_whole, remove_leftovers
 from bootstrap.tensor_files import read_tensors
@@ -235,15 +235,23 @@ def test_a_file_pauses_the_run_its_state_saved(volume: Volume, world: World, mon
     assert steps_saved(run.folder) == [2, 3]
 
 
-def test_a_stop_ends_a_pause(volume: Volume, world: World) -> None:
+def test_a_stop_ends_a_pause(volume: Volume, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     run = prepared(volume, name="stopped-pause", **SMALL, method="lora", lora={"rank": 2}, steps=3)
     run.folder.pause.touch()
     t = Training.set_up(resumed(run), world)
     world.stop_requested = False
-    threading.Timer(0.3, lambda: setattr(world, "stop_requested", True)).start()
-    outcome = train(t)
-    assert outcome.code == 75
-    run.folder.pause.unlink()
+    taken: list[int] = []
+    take = t.take_step
+
+    def counted(step: int, data: Any) -> Any:
+        taken.append(step)
+        return take(step, data)
+
+    t.take_step = counted  # type: ignore[method-assign]
+    monkeypatch.setattr("trainer.requests.time.sleep", lambda seconds: setattr(world, "stop_requested", True))
+    assert train(t).code == STOPPED
+    assert taken == []  # paused before the first step: a pause outlasts a restart
+    assert steps_saved(run.folder) == []
 
 
 def test_states_by_the_clock_and_by_epochs(volume: Volume, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

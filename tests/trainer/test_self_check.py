@@ -134,6 +134,14 @@ def test_a_card_broken_by_a_kernel_is_remembered(
     assert choose_attention(run, world, items((64, 64))) is FLASH
 
 
+def test_a_broken_card_that_cannot_be_cleaned_up_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", breaks)
+    self_check._clean_up(PLAN, torch.device("cuda"))
+
+
 def test_sizes_to_check() -> None:
     found = sizes_to_check(items((512, 512), (832, 448), (448, 832), (256, 256), (768, 512)), 4, 512)
     # The two of 832 x 448 are as long as each other, and the most frequent; 1536 + 512 are whole blocks of 128.
