@@ -138,7 +138,7 @@ AT_1024 = DataSummary(images=200, items_per_epoch=200, buckets=((1024, 1024, 200
 
 @pytest.mark.parametrize(
     ("gpu", "base"),
-    [("RTX 4070 Ti", "nf4"), ("RTX 4080", "int8"), ("RTX 5080", "int8"), ("RTX 4090", "int8"), ("RTX 5090", "bf16")],
+    [("RTX 4070 Ti", "nf4"), ("RTX 4080", "nf4"), ("RTX 4000 Ada", "int8"), ("RTX 4090", "int8"), ("RTX 5090", "bf16")],
 )
 def test_a_base_is_quantised_no_further_than_it_must_be(gpu: str, base: str) -> None:
     plan = make_plan(job("lora", LORA_1024), pod(gpu), DEV, AT_1024)
@@ -150,7 +150,7 @@ def test_a_base_is_quantised_no_further_than_it_must_be(gpu: str, base: str) -> 
 
 
 def test_a_card_too_small_for_any_base_is_told_the_least() -> None:
-    with pytest.raises(PodError, match=r"This LoRA needs at least 9\.\d GiB .* Choose a GPU of 11 GB or more"):
+    with pytest.raises(PodError, match=r"This LoRA needs at least 10\.\d GiB .* Choose a GPU of 11 GB or more"):
         make_plan(job("lora", LORA_1024), pod("RTX 3080"), DEV, AT_1024)
 
 
@@ -166,9 +166,9 @@ def test_the_base_can_be_told() -> None:
 
 
 def test_a_sample_is_decoded_in_tiles_where_it_does_not_fit_whole() -> None:
-    drawing = LORA_1024 + "sample: {prompts: [x]}\n"
+    drawing = LORA_1024 + "sample: {prompts: [x], width: 2048, height: 2048}\n"
     small, large = (make_plan(job("lora", drawing), pod(name), DEV, AT_1024) for name in ("RTX 4080", "A40"))
-    assert (small.base_precision, small.tiled_decoding) == ("int8", True)
+    assert (small.base_precision, small.tiled_decoding) == ("nf4", True)
     assert "decoded whole, a sample needs" in reason(small, "samples")
     assert not large.tiled_decoding
 
