@@ -37,7 +37,9 @@ CASES = {
         Case("full-512x8-48gb", full(512, 8, optimizer="PagedAdamW8bit"), 512, 12, card_gib=44.5, host_gib=45),
         Case("full-1024-24gb", full(1024, 1), 1024, 14, card_gib=22.8, host_gib=60),
         Case("lora-1024", lora(1024, 1), 1024, kohya=1.05),
-        Case("lora-1024-int8", lora(1024, 1, plan={"base_precision": "int8"}), 1024, 14, card_gib=19.1),  # of a 20 GB card
+        Case(
+            "lora-1024-int8", lora(1024, 1, plan={"base_precision": "int8"}), 1024, 14, card_gib=19.1
+        ),  # of a 20 GB card
         Case("lora-1024-fp8", lora(1024, 1, plan={"base_precision": "fp8"}), 1024, 14, card_gib=19.1),
         Case("lora-1024-16gb", lora(1024, 1), 1024, 14, card_gib=15.2),
         Case("lora-1024-nf4", lora(1024, 1), 1024, 14, card_gib=11.2),  # of a 12 GB card

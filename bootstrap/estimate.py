@@ -7,7 +7,7 @@ tokens: 4608 tokens) or is marked as not measured:
   24.7 GiB  peak with checkpointing and the step in the backward pass (SGD): 22.2 + 1.5 kept between 57 blocks
             + 0.5 inside the block at work + 0.6 of that block's gradients = 24.8
   50.3 GiB  the same, compiled, without checkpointing: 22.2 + 0.6 + 27.5, that is 36.6 bytes per token, width and block
-  0.50 s    a whole step with AdamW8bit, compiled, without checkpointing: 3 x 74.4 TFLOP in 0.44 s, 52 % of the card's
+  0.48 s    a whole step with AdamW8bit, compiled, without checkpointing: 3 x 74.4 TFLOP in 0.42 s, 53 % of the card's
             989 TFLOP/s on paper, and an update of 0.06 s;   0.81 s  not compiled, with checkpointing: 37 %
 """
 
@@ -42,12 +42,12 @@ VAE = int(0.2 * GIB)  # 84 M parameters, in bf16
 DECODE = 3 * GIB / 2**20  # bytes per pixel while the VAE decodes a sample. Not measured here; 2.5 to 3 GiB at 1024 px
 TILE = 512  # pixels; the side of the tiles that a sample is decoded in where it cannot be decoded whole
 
-# Whole steps on one H200 (bench/NOTES.md): a full one at 1024 px 0.50 s, eight images at 512 px with checkpointing and
-# streamed states 1.35 s, an adapter's at 1024 px 0.44 s.
+# Whole steps on one H200 (bench/NOTES.md): a full one at 1024 px 0.48 s, eight images at 512 px with checkpointing and
+# streamed states 1.35 s, an adapter's at 1024 px 0.39 s.
 EFFICIENCY_HOPPER = 0.52  # of the bf16 rate on paper, compiled, with cuDNN's attention
 EFFICIENCY = 0.44  # with flash attention: as measured there; not measured on other cards
 EFFICIENCY_EAGER = 0.37
-LORA_SLOWDOWN = 0.72  # of the above: the adapters' many small products and their traffic
+LORA_SLOWDOWN = 0.82  # of the above: the adapters' many small products and their traffic
 UPDATE_SLOWDOWN = 2.4  # times what its bytes alone take: encoding 8-bit states and rounding are arithmetic
 DEQUANTISE_SLOWDOWN = 2  # times what its bytes alone take. Not measured
 HOST_LINK = 20.0  # GB/s between a GPU and pinned host memory, both directions at once: PCIe 4 x16
