@@ -106,6 +106,12 @@ def fetch_repo(
     return _alone(home / LEASE, repo, there, fetch, say)
 
 
+def refuse_unreadable(repo: str, revision: str, token: str | None, say: Say) -> None:
+    """Raises AccessError, in words, where this token may not read the repository; nothing is fetched."""
+    with Transfers(hub.clean_token(token), say, lambda: None) as transfers:
+        transfers.list_files(repo, revision)
+
+
 def fetch_url(
     url: str,
     target: Path,

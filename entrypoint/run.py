@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bootstrap import clocks
-from bootstrap.bases import parse_base
+from bootstrap.bases import Base, parse_base
 from bootstrap.cache import Cache
 from bootstrap.dataset import Item, scan
+from bootstrap.download import refuse_unreadable
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.manifest import find_fetched
 from bootstrap.outcome import (
@@ -265,8 +266,12 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     volume = running.volume
     facts = probe_volume(volume.root)
     pod = pod_of_this_run(facts, running)
+    coming = to_be_fetched(job.base, volume)
+    if coming is not None:  # before anything that takes time: a token that is refused is no matter of the GPU's
+        running.preparing(f"weights: asking for {job.base}")
+        refuse_unreadable(coming.repo, coming.revision, os.environ.get("HF_TOKEN"), running.preparing)
     running.status.tell("preparing", "measuring the pod")
-    pod = examine(job, pod, facts, volume, running.say, running.stop, download=to_be_fetched(job.base, volume))
+    pod = examine(job, pod, facts, volume, running.say, running.stop, download=coming is not None)
     # The data first: what is wrong with them should not come out after an hour of fetching weights.
     refuse_absent_adapter(job, volume)
     running.preparing("data: looking through the pictures")
@@ -296,13 +301,13 @@ def pod_of_this_run(facts: VolumeFacts, running: Running) -> Pod:
     return share_of(pod, int(share[1]), int(share[2]))
 
 
-def to_be_fetched(base: str, volume: Volume) -> bool:
-    """Whether the job's base comes from the hub and is not on the volume yet."""
+def to_be_fetched(base: str, volume: Volume) -> Base | None:
+    """The job's base where it comes from the hub and is not on the volume yet."""
     named = parse_base(base, volume)
     if named.kind != "hub":
-        return False
+        return None
     fetched = find_fetched(volume.models, named.repo, named.revision)
-    return fetched is None or not fetched[1].complete
+    return named if fetched is None or not fetched[1].complete else None
 
 
 def state_to_go_on_from(job: Job, plan: Plan, running: Running) -> State | None:
