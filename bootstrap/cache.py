@@ -2,8 +2,7 @@
 
 What a key stands for is no matter here (bootstrap/wanted.py makes them). The tensors lie in few large shards
 (safetensors; network volumes hate small files), named ``<key>.<tensor>``. A shard is written under a temporary name,
-flushed, then renamed: a kill loses two of each process, the one being written and the one being collected. The
-shards' headers are the only index.
+flushed, then renamed: a kill loses one of each process at most. The shards' headers are the only index.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -94,11 +92,11 @@ class Cache:
 
 
 class ShardWriter:
-    """Collects tensors and writes them as shards, on a thread of its own; use as a context manager.
+    """Collects tensors and writes them as shards; use as a context manager.
 
     On leaving in peace the last, smaller shard is written; on leaving by an exception what was collected is dropped.
-    At most two shards are in memory: one that is written, one that is collected. Where a shard cannot be written (a
-    full disk), the next call raises the OSError.
+    A full shard is written before anything more is collected, so that a kill loses one at most: 67 MB for 256 pictures
+    of 512 px, a few percent of the time in which a fast GPU encodes them.
     """
 
     def __init__(self, root: Path) -> None:
@@ -106,11 +104,10 @@ class ShardWriter:
         self._tensors: dict[str, torch.Tensor] = {}
         self._keys: list[str] = []
         self._bytes = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
-        self._writing: Future[None] | None = None
 
     def add(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes CPU or GPU tensors; names must hold no dot. Begins a shard's writing when enough has come together."""
+        """Takes CPU or GPU tensors; names must hold no dot. Writes a shard when enough has come together. Raises
+        OSError."""
         assert not any("." in name for name in tensors)
         for name, tensor in tensors.items():
             # A copy: a view would keep the whole batch it was cut from.
@@ -118,24 +115,16 @@ class ShardWriter:
             self._bytes += tensor.nbytes
         self._keys.append(key)
         if len(self._keys) >= SHARD_ITEMS or self._bytes >= SHARD_BYTES:
-            self._begin()
+            self.flush()
 
     def flush(self) -> None:
         """Writes what was collected as one shard, on disk when it returns. Raises OSError."""
-        if self._keys:
-            self._begin()
-        self._wait()
-
-    def _begin(self) -> None:
-        self._wait()
+        if not self._keys:
+            return
         name = f"shard-{hashlib.sha256(' '.join(self._keys).encode()).hexdigest()[:32]}"
-        self._writing = self._thread.submit(_write_shard, self.root, name, self._tensors)
+        tensors = self._tensors
         self._tensors, self._keys, self._bytes = {}, [], 0
-
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing:
-            writing.result()
+        _write_shard(self.root, name, tensors)
 
     def __enter__(self) -> Self:
         return self
@@ -143,11 +132,8 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self.flush()
-        finally:
-            self._thread.shutdown()
+        if kind is None:
+            self.flush()
 
 
 def _write_shard(root: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
