@@ -156,3 +156,8 @@ def _parameters_of_blocks(shape: FluxShape) -> tuple[int, ...]:
     double = sum(math.prod(s) for n, s in tensors if n.startswith("transformer_blocks.0."))
     single = sum(math.prod(s) for n, s in tensors if n.startswith("single_transformer_blocks.0."))
     return (double,) * shape.double_blocks + (single,) * shape.single_blocks
+
+
+def spread(count: int, blocks: int) -> tuple[int, ...]:
+    """``count`` of so many blocks, as evenly as can be: what streams in for them then has the longest time to come."""
+    return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))

@@ -9,14 +9,15 @@ from typing import Any, Literal
 import torch
 from bitsandbytes import functional as kernels
 
+from bootstrap.estimate import BLOCK_8BIT, stored_in_8bit
+from bootstrap.flux_shape import spread
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.optimizer import Optimizer, OptimizerStateError, Piece, SavedOptimizer
 from trainer.randomness import hash_keys
-from trainer.streamed import StreamedStates, spread
+from trainer.streamed import StreamedStates
 from trainer.trained import Trained, by_block
 
-BLOCK = 256  # elements that share one scale in an 8-bit state
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"betas": (0.9, 0.999), "eps": 1e-8},
     "lion": {"betas": (0.9, 0.99), "eps": 0.0},
@@ -55,15 +56,15 @@ class Blockwise(Optimizer):
             for tensor in self.tensors
             if self.streamed is None or tensor.name not in self.streamed.block_of
         }
-        self.maps = [kernels.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+        self.maps = [kernels.create_dynamic_map(signed=signed) for signed in (True, False)]  # for the CPU's kernels
 
     def _new_states(self, tensor: Trained, bits: int, device: torch.device) -> dict[str, torch.Tensor]:
         shape = tensor.weight.shape
-        if not (bits == 8 and len(tensor.shape) == 2 and tensor.shape[1] % BLOCK == 0):
+        if not (bits == 8 and stored_in_8bit(tensor.shape)):
             return {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in self.names}
         states = {name: torch.zeros(shape, dtype=torch.uint8, device=device) for name in self.names}
         for name in self.names:
-            states[f"{name}.absmax"] = torch.zeros(shape[0], shape[1] // BLOCK, dtype=torch.float32, device=device)
+            states[f"{name}.absmax"] = torch.zeros(shape[0], shape[1] // BLOCK_8BIT, dtype=torch.float32, device=device)
         return states
 
     @torch.no_grad()

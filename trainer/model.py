@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from bootstrap.flux_shape import FluxShape
+from bootstrap.flux_shape import FluxShape, spread
 from bootstrap.layout import clip_rows, placements
 from bootstrap.plan import Plan
 from bootstrap.precision import Precision, quantised_tensors
@@ -26,7 +26,7 @@ from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.data import Batch
 from trainer.quantised import QuantisedLinear
-from trainer.streamed import StreamedBlock, StreamedWeights, spread
+from trainer.streamed import StreamedBlock, StreamedWeights
 from trainer.trained import held_rows, local, plain_name
 from trainer.world import World
 

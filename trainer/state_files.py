@@ -169,9 +169,8 @@ def write_spans(path: Path, layout: Layout, writers: int, given_up: Event) -> li
             raise DiscardedError
         data = bytes_of(span.tensor.cpu().contiguous())
         write_patiently(descriptor, data, span.offset)
-        if (
-            len(data) == RUN
-        ):  # to the disk now, while other threads hash: left to the end, the disk would idle till then
+        if len(data) == RUN:
+            # To the disk now, while other threads hash: left to the end, the disk would idle till then.
             os.fdatasync(descriptor)
         return Extent(layout.name, span.offset, len(data), hashlib.sha256(data).hexdigest())
 

@@ -145,8 +145,3 @@ class StreamedBlock(nn.Module):
         if not again:
             self.weights.leave(self.number)
         return output
-
-
-def spread(count: int, blocks: int) -> tuple[int, ...]:
-    """``count`` of so many blocks, as evenly as can be: what comes in then has the longest time to come."""
-    return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))

@@ -136,21 +136,9 @@ class Training:
             run, world, state, data, model, tensors, optimizer, schedule, metrics, sampler, requests, saver, start
         )
         if plan.optimizer_in_backward:
-            training.step_in_backward()
+            device = world.device
+            update_in_backward(tensors, optimizer, training.streamed_weights, device, lambda: training.last_pass)
         return training
-
-    def step_in_backward(self) -> None:
-        """Lets backward update each tensor as soon as its gradient is there (under FSDP2: reduced), and drop it."""
-        streamed = self.streamed_weights
-        for tensor in self.tensors:
-
-            def use(_: torch.Tensor, tensor: Trained = tensor) -> None:
-                if self.last_pass:
-                    on_default_stream(lambda: self.optimizer.update(tensor), self.world.device)
-                    if streamed:
-                        streamed.updated(tensor.parameter)
-
-            tensor.parameter.register_post_accumulate_grad_hook(use)
 
     def steps(self) -> Iterator[int]:
         """Takes the steps that are left, one each time it is asked; gives how many updates are done."""
@@ -275,9 +263,29 @@ class Training:
         return Outcome(DONE, f"all {self.last} steps are done", self.last)
 
 
+def update_in_backward(
+    tensors: list[Trained],
+    optimizer: Optimizer,
+    streamed: StreamedWeights | None,
+    device: torch.device,
+    due: Callable[[], bool],
+) -> None:
+    """Lets backward, where it is ``due``, update each tensor as soon as its gradient is there (under FSDP2: reduced),
+    and drop it."""
+    for tensor in tensors:
+
+        def use(_: torch.Tensor, tensor: Trained = tensor) -> None:
+            if due():
+                on_default_stream(lambda: optimizer.update(tensor), device)
+                if streamed:
+                    streamed.updated(tensor.parameter)
+
+        tensor.parameter.register_post_accumulate_grad_hook(use)
+
+
 def on_default_stream(work: Callable[[], None], device: torch.device) -> None:
-    """Runs ``work`` on the default stream: bitsandbytes' optimizer kernels know no other, and FSDP2's hooks run on the
-    stream of its reduce-scatters."""
+    """Runs ``work`` on the default stream, where all else that touches weights and states runs; FSDP2's hooks run on
+    the stream of its reduce-scatters."""
     if device.type != "cuda":
         work()
         return

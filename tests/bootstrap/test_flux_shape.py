@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from bootstrap.bases import FLUX_TINY, FLUX_TINY_SCHNELL
-from bootstrap.flux_shape import FluxShape
+from bootstrap.flux_shape import FluxShape, spread
 
 DEV, SCHNELL = FluxShape(), FluxShape(guidance=False)
 SMALL = FluxShape(double_blocks=1, single_blocks=3, heads=2, head_size=32, channels=16, rope_axes=(4, 14, 14))
@@ -84,3 +85,12 @@ def test_floating_point_operations_are_those_torch_counts() -> None:
     embedders = 2 * SMALL.width * text * SMALL.text_size  # not counted by us: a thousandth in the real model
     estimated = SMALL.forward_flops(width, height, text)
     assert estimated == pytest.approx(counter.get_total_flops() - embedders, rel=0.03)
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(1, 57), (20, 57), (57, 57), (3, 4)])
+def test_blocks_are_chosen_evenly(count: int, blocks: int) -> None:
+    chosen = spread(count, blocks)
+    assert len(set(chosen)) == count
+    assert 0 <= min(chosen) <= max(chosen) < blocks
+    gaps = [b - a for a, b in itertools.pairwise(chosen)]
+    assert not gaps or max(gaps) - min(gaps) <= 1

@@ -9,13 +9,11 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from bootstrap.flux_shape import FluxShape
-from tests.runs import PLAN, make_job
+from tests.runs import PLAN
+from tests.streaming import train_in_backward
 from trainer.data import Batch
 from trainer.flow import image_ids
-from trainer.make_optimizer import make_optimizer
-from trainer.model import build_model, predict
-from trainer.streamed import StreamedWeights
-from trainer.trained import plain_name, trained_tensors
+from trainer.trained import plain_name
 from trainer.world import World
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
@@ -63,29 +61,8 @@ def trained(streamed: int, states: int, compiled: bool) -> dict[str, torch.Tenso
         optimizer_in_backward=True,
         compile=compiled,
     )
-    job = make_job(optimizer="AdamW8bit")
     torch.compiler.reset()
-    model = build_model(job, plan, SHAPE, world, random_weights).train()
-    tensors = trained_tensors(model, 0, 1)
-    stepper, weights = make_optimizer(tensors, job, plan, world), StreamedWeights.of(model)
-    for tensor in tensors:
-
-        def use(_: torch.Tensor, tensor=tensor) -> None:  # type: ignore[no-untyped-def]
-            stepper.update(tensor)
-            if weights:
-                weights.updated(tensor.parameter)
-
-        tensor.parameter.register_post_accumulate_grad_hook(use)
-    batch = make_batch()
-    for step in range(STEPS):
-        stepper.begin_step(step, 1e-4, torch.ones((), device=device))
-        predict(model, batch, 1.0, False).float().square().mean().backward()
-        with torch.no_grad():
-            predict(model, batch, 1.0, False)
-    if weights:
-        weights.settle()
-    torch.cuda.synchronize()
-    return {tensor.name: tensor.weight.cpu() for tensor in tensors}
+    return train_in_backward(plan, SHAPE, world, random_weights, make_batch(), steps=STEPS, learning_rate=1e-4)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -8,6 +8,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from bootstrap.estimate import FUSED
 from jobs.problem import JobError
 from tests.runs import PLAN, equal, make_job, make_trained, rate, saved, shards_of, weights_in
 from trainer.blockwise import Blockwise
@@ -246,3 +247,7 @@ def test_states_are_streamed_only_between_a_host_and_a_gpu() -> None:
     job = make_job(optimizer="PagedAdamW8bit")
     on_cpu = Blockwise(make_trained(start()), job, kernel="adam", bits=8, host=3)
     assert on_cpu.streamed is None
+
+
+def test_the_plan_knows_which_optimizers_these_are() -> None:
+    assert sorted(BLOCKWISE) == sorted(FUSED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,12 +11,13 @@ from diffusers import FluxTransformer2DModel
 
 from bootstrap.bases import FLUX_TINY
 from tests.runs import PLAN, make_job, make_trained, make_world
+from tests.streaming import train_in_backward
 from tests.trainer.test_model import make_batch
 from trainer.blockwise import Blockwise
 from trainer.make_optimizer import make_optimizer
-from trainer.model import build_model, predict
-from trainer.streamed import StreamedStates, StreamedWeights, spread
-from trainer.trained import plain_name, trained_tensors
+from trainer.model import build_model
+from trainer.streamed import StreamedStates, StreamedWeights
+from trainer.trained import plain_name
 from trainer.world import World
 
 STEPS = 3
@@ -30,31 +30,9 @@ def random_weights(model: FluxTransformer2DModel) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
-def trained(world: World, streamed: int, optimizer: str = "AdamW8bit") -> dict[str, torch.Tensor]:
-    """The weights after some steps in which each tensor is updated within the backward pass."""
+def trained(world: World, streamed: int) -> dict[str, torch.Tensor]:
     plan = replace(PLAN, checkpointed_blocks=FLUX_TINY.blocks, streamed_blocks=streamed, optimizer_in_backward=True)
-    job = make_job(optimizer=optimizer)
-    model = build_model(job, plan, FLUX_TINY, world, random_weights)
-    model.train()
-    tensors = trained_tensors(model, 0, 1)
-    stepper, weights = make_optimizer(tensors, job, plan, world), StreamedWeights.of(model)
-    assert (weights is None) == (streamed == 0)
-    for tensor in tensors:
-
-        def use(_: torch.Tensor, tensor=tensor) -> None:  # type: ignore[no-untyped-def]
-            stepper.update(tensor)
-            if weights:
-                weights.updated(tensor.parameter)
-
-        tensor.parameter.register_post_accumulate_grad_hook(use)
-    for step in range(STEPS):
-        stepper.begin_step(step, 1e-2, torch.ones(()))
-        predict(model, make_batch(), 1.0, False).float().square().mean().backward()
-        with torch.no_grad():  # a sample in between, whose forward passes no backward pass follows
-            predict(model, make_batch(), 1.0, False)
-    if weights:
-        weights.settle()
-    return {tensor.name: tensor.weight.clone() for tensor in tensors}
+    return train_in_backward(plan, FLUX_TINY, world, random_weights, make_batch(), steps=STEPS, learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +61,6 @@ def test_the_weights_of_streamed_blocks_are_in_the_hosts_slab(world: World) -> N
     start, end = block.host.data_ptr(), block.host.data_ptr() + block.host.numel()
     inside = [start <= parameter.data_ptr() < end for parameter in model.parameters()]
     assert sum(inside) == len(weights.parameters[0])
-
-
-@pytest.mark.parametrize(("count", "blocks"), [(1, 57), (20, 57), (57, 57), (3, 4)])
-def test_blocks_are_chosen_evenly(count: int, blocks: int) -> None:
-    chosen = spread(count, blocks)
-    assert len(set(chosen)) == count
-    assert 0 <= min(chosen) <= max(chosen) < blocks
-    gaps = [b - a for a, b in itertools.pairwise(chosen)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 def test_streamed_states_change_nothing(world: World) -> None:
