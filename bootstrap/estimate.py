@@ -22,7 +22,7 @@ from typing import Any
 from bootstrap.flux_shape import FluxShape, spread
 from bootstrap.gpus import GIB, GpuModel
 from bootstrap.layout import bfl_tensors, module_in_bfl
-from bootstrap.lora_targets import target_layers
+from bootstrap.lora_targets import adapters_of, target_layers
 from bootstrap.precision import Precision, base_bytes, unpacked_bytes
 from jobs.schema import Job, Lora
 
@@ -134,9 +134,7 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
     shapes = list(shape.tensors().values())
     weights = shape.parameters()
     if job.lora is not None:
-        layers = adapter_layers(shape, job.lora.targets).values()
-        rank = job.lora.rank
-        shapes = [part for out, size in layers for part in ((rank, size), (out, rank))]
+        shapes = adapter_shapes(shape, job.lora)
     often = sum(weight for _, _, weight in sizes)
     sample = job.sample
     return Work(
@@ -155,16 +153,30 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
     )
 
 
+def adapter_shapes(shape: FluxShape, lora: Lora) -> list[tuple[int, ...]]:
+    """Of every tensor of an adapter: A and B of each layer."""
+    linear = linear_layers(shape)
+    shapes: list[tuple[int, ...]] = []
+    for name, layer in adapters_of(linear, lora).items():
+        out, size = linear[name]
+        shapes += [(layer.rank, size), (out, layer.rank)]
+    return shapes
+
+
 def _adapter_file(shape: FluxShape, lora: Lora) -> int:
     """Bytes of an adapter in kohya's layout, in fp32: parts of one BFL matrix become one adapter of their joint rank,
     which has rows for every part, those without an adapter included (trainer/adapter.py)."""
-    parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for module, layer in adapter_layers(shape, lora.targets).items():
-        parts[module_in_bfl(module)[0]].append(layer)
+    linear = linear_layers(shape)
+    ranks: dict[str, int] = defaultdict(int)
+    inputs: dict[str, int] = {}
+    for module, layer in adapters_of(linear, lora).items():
+        name = module_in_bfl(module)[0]
+        ranks[name] += layer.rank
+        inputs[name] = linear[module][1]
     values = 0
-    for name, layers in parts.items():
-        rank = lora.rank * len(layers)
-        values += rank * layers[0][1] + rank * bfl_tensors(shape)[f"{name}.weight"][0] + 1
+    for name, rank in ranks.items():
+        rows = bfl_tensors(shape)[f"{name}.weight"][0]
+        values += rank * (inputs[name] + rows) + 1
     return FP32 * values
 
 
@@ -175,8 +187,13 @@ def text_tokens(shape: FluxShape) -> int:
 
 def adapter_layers(shape: FluxShape, targets: str | tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Linear layers that get an adapter, by diffusers module name, with their (out, in) sizes."""
-    linear = {name.removesuffix(".weight"): (s[0], s[1]) for name, s in shape.tensors().items() if len(s) == 2}
+    linear = linear_layers(shape)
     return {name: linear[name] for name in target_layers(linear, targets)}
+
+
+def linear_layers(shape: FluxShape) -> dict[str, tuple[int, int]]:
+    """All of the model's, by diffusers module name, with their (out, in) sizes."""
+    return {name.removesuffix(".weight"): (s[0], s[1]) for name, s in shape.tensors().items() if len(s) == 2}
 
 
 def optimizer_bytes(optimizer: str, shapes: Iterable[tuple[int, ...]], options: Mapping[str, Any]) -> int:

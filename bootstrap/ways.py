@@ -18,6 +18,7 @@ from bootstrap.drivers import branch, least_driver
 from bootstrap.estimate import TILE, USABLE, Arrangement, Work, in_gib
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, PCIE, GpuModel, find_gpu, has_bf16
+from bootstrap.lora_targets import lora_problems
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
 from bootstrap.precision import FAITHFULNESS, MOST_FAITHFUL
@@ -72,12 +73,8 @@ def refuse_contradictions(job: Job, base: FluxShape) -> None:
         refuse("processes", message, "Write 1, leave the key out, or take AdamW8bit")
     if wish.base_precision not in (None, "bf16") and not lora:
         refuse("base_precision", "method full trains all weights, in bf16", "Leave the key out, or take method: lora")
-    patterns = job.lora.targets if job.lora and isinstance(job.lora.targets, tuple) else ()
-    for pattern in patterns:
-        if not estimate.adapter_layers(base, (pattern,)):
-            some = next(iter(estimate.adapter_layers(base, "attention")))
-            message = f"no layer of this base is called {pattern!r}"
-            problems.append(Problem(message, f"Layers are called like {some}; '*' stands for anything", "lora.targets"))
+    if job.lora:
+        problems += lora_problems(estimate.linear_layers(base), job.lora)
     if problems:
         raise JobError(problems)
 

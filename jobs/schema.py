@@ -108,8 +108,9 @@ class Lora(Section):
     )
     targets: Targets = key(
         "attention+feed-forward",
-        doc="Which layers get an adapter: attention+feed-forward, all-linear (also the modulation and the embedders), "
-        "attention, or a list of patterns of diffusers module names ('*' stands for anything).",
+        doc="Which layers get an adapter: attention, feed-forward, modulation, embedders (the layers outside of the "
+        "blocks), some of them joined by +, all-linear (all of them), or a list of such names and of patterns of "
+        "diffusers module names ('*' stands for anything).",
         why="These hold most of the weights; the modulation makes training touchy.",
         example=["transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_out"],
     )

@@ -33,7 +33,7 @@ SCHEDULE_ARGS = {
     "polynomial": ("power", "end"),
 }
 SCHEDULES = tuple(SCHEDULE_ARGS)
-LORA_TARGETS = ("attention+feed-forward", "all-linear", "attention")
+LORA_TARGETS = ("attention", "feed-forward", "modulation", "embedders", "all-linear")  # may be joined by +
 METHODS = ("lora", "full")
 CROP_POINTS = {
     "center": (0.5, 0.5),
@@ -221,16 +221,15 @@ def _crop_focus(value: Any) -> str | tuple[float, float]:
 
 
 def _targets(value: Any) -> str | tuple[str, ...]:
+    """Names of groups of layers joined by +, or a list of such names and of patterns of module names."""
     if isinstance(value, (list, tuple)):
         if not value:
-            raise wrong("the list is empty, so nothing would be trained", f"Write one of {', '.join(LORA_TARGETS)}")
+            raise wrong("the list is empty, so no layer is meant", f"Write one of {', '.join(LORA_TARGETS)}")
         return tuple(_some_text(each) for each in value)
-    if isinstance(value, str) and value in LORA_TARGETS:
+    if isinstance(value, str) and all(part in LORA_TARGETS for part in value.split("+")):
         return value
-    raise wrong(
-        f"{shown(value)} is not known here",
-        f"Write one of {', '.join(LORA_TARGETS)}, or a list of patterns of module names",
-    )
+    remedy = f"Write one of {', '.join(LORA_TARGETS)}, some of them joined by +, or a list of patterns of module names"
+    raise wrong(f"{shown(value)} is not known here", remedy)
 
 
 def _kept_weights(value: Any) -> int | str:
@@ -312,10 +311,17 @@ Resolution = Annotated[
 ]
 Side = Annotated[int, BeforeValidator(_side), json_schema(**(_SIZE | {"maximum": 4096}))]
 BucketStep = Annotated[int, BeforeValidator(_bucket_step), json_schema(**(_SIZE | {"minimum": 16, "maximum": 512}))]
+_TARGET = f"({'|'.join(LORA_TARGETS)})"
 Targets = Annotated[
     str | tuple[str, ...],
     BeforeValidator(_targets),
-    json_schema(anyOf=[{"enum": list(LORA_TARGETS)}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]),
+    json_schema(
+        anyOf=[
+            {"enum": ["attention+feed-forward", *LORA_TARGETS]},
+            {"type": "string", "pattern": rf"^{_TARGET}(\+{_TARGET})*$"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        ]
+    ),
 ]
 _SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 CropFocus = Annotated[

@@ -21,7 +21,8 @@ from torch import nn
 
 from bootstrap.draws import Use, draw
 from bootstrap.layout import module_in_bfl
-from bootstrap.lora_targets import target_layers, unmatched
+from bootstrap.lora_targets import AdapterLayer, adapters_of, lora_problems
+from jobs.problem import JobError
 from jobs.schema import Lora
 from trainer.randomness import name_key
 
@@ -29,14 +30,15 @@ _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.default\.weight")
 
 
 class AdapterError(ValueError):
-    """A pattern that matches no layer, or a file that is not this job's adapter."""
+    """A file that is not this job's adapter."""
 
 
-def target_modules(linear: Sequence[str], targets: str | Sequence[str]) -> list[str]:
-    """Which of the model's linear layers ``targets`` means. Raises AdapterError for a pattern that matches none."""
-    if not isinstance(targets, str) and (strange := unmatched(linear, targets)):
-        raise AdapterError(f"lora.targets: no layer is called {', '.join(strange)}; layers are called like {linear[8]}")
-    return target_layers(linear, targets)
+def layers_of(model: FluxTransformer2DModel, lora: Lora) -> dict[str, AdapterLayer]:
+    """The adapter of each of the model's layers that gets one. Raises JobError for what cannot be with it."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if problems := lora_problems(linear, lora):
+        raise JobError(problems)
+    return adapters_of(linear, lora)
 
 
 def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
@@ -45,12 +47,7 @@ def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
     The start depends on the seed and each layer's name alone: uniform within 1/sqrt(inputs), as LoRA's authors do.
     """
     model.requires_grad_(False)
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    targets = target_modules(linear, lora.targets)
-    # As one pattern: of a list, peft takes "proj_out" for the end of every block's proj_out too.
-    exactly = "|".join(re.escape(name) for name in targets)
-    model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=exactly))
-    multiply_in_type_of_input(model)
+    attach(model, "default", layers_of(model, lora))
     for name, parameter in model.named_parameters():
         if match := _WEIGHT.fullmatch(name):
             if match["half"] == "A":
@@ -61,6 +58,25 @@ def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
                 parameter.data.zero_()
 
 
+def attach(
+    model: FluxTransformer2DModel, adapter: str, layers: Mapping[str, AdapterLayer], dtype: torch.dtype = torch.float32
+) -> None:
+    """Gives these layers an adapter of that name by peft, without values yet."""
+    by_rank: dict[int, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        by_rank[layer.rank].append(re.escape(name))
+    # As one pattern: of a list, peft takes "proj_out" for the end of every block's proj_out too; so with ranks.
+    exactly = "|".join(re.escape(name) for name in layers)
+    ranks = {f"^(?:{'|'.join(names)})": rank for rank, names in by_rank.items()}
+    model.add_adapter(LoraConfig(target_modules=exactly, rank_pattern=ranks), adapter)
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, LoraLayer)
+        assert module.r[adapter] == layer.rank
+        module.scaling[adapter] = layer.scale
+        multiply_in_type_of_input(module, adapter, dtype)
+
+
 class Half(nn.Linear):
     """One of an adapter's two matrices: kept in float32, multiplied in the type of its input."""
 
@@ -68,17 +84,15 @@ class Half(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def multiply_in_type_of_input(model: FluxTransformer2DModel) -> None:
+def multiply_in_type_of_input(module: LoraLayer, adapter: str, dtype: torch.dtype) -> None:
     """Left alone, peft turns the whole input of every adapted layer into float32 for its small matrices' sake."""
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.cast_input_dtype_enabled = False
-            for halves in (module.lora_A, module.lora_B):
-                for name, old in halves.items():
-                    with torch.device("meta"):
-                        half = Half(old.in_features, old.out_features, bias=False)
-                    half.weight = nn.Parameter(old.weight.data.float())
-                    halves[name] = half
+    module.cast_input_dtype_enabled = False
+    for halves in (module.lora_A, module.lora_B):
+        old = halves[adapter]
+        with torch.device("meta"):
+            half = Half(old.in_features, old.out_features, bias=False)
+        half.weight = nn.Parameter(old.weight.data.to(dtype))
+        halves[adapter] = half
 
 
 def to_kohya(weights: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
