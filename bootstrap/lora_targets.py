@@ -3,7 +3,7 @@ the check, the estimate, the trainer and the files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -48,7 +48,7 @@ def target_layers(linear: Iterable[str], targets: str | Sequence[str]) -> list[s
     return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def unmatched(linear: Sequence[str], targets: str | Sequence[str]) -> list[str]:
+def unmatched(linear: Collection[str], targets: str | Sequence[str]) -> list[str]:
     """The patterns that no layer is called by."""
     return [pattern for pattern in patterns_of(targets) if not target_layers(linear, (pattern,))]
 
@@ -59,7 +59,7 @@ def adapters_of(linear: Iterable[str], lora: Lora) -> dict[str, AdapterLayer]:
     return dict.fromkeys(target_layers(linear, lora.targets), layer)
 
 
-def lora_problems(linear: Sequence[str], lora: Lora) -> list[Problem]:
+def lora_problems(linear: Collection[str], lora: Lora) -> list[Problem]:
     """What in ``lora`` cannot be with a model of these linear layers."""
     some = next(name for name in linear if "attn" in name)
     remedy = f"Layers are called like {some}; '*' stands for anything"
