@@ -35,7 +35,7 @@ endef
 export MAKE_ENVIRONMENT
 export PYTHON
 
-.PHONY: help demo test check format test-image push bench bench-volume trials reference template pod clean
+.PHONY: help demo test check format test-image push bench bench-gpus bench-volume trials reference template pod clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,7 +93,10 @@ trials: $(STAMP) ## a hundred seeded fetches from a hub that misbehaves, killed 
 	@TRIALS=100 $(RUN) pytest -n logical --maxprocesses 8 tests/bootstrap/test_fetch_trials.py
 
 bench: $(STAMP) ## speed and memory of real-size FLUX on this machine's GPU
-	@$(RUN) bench.gpu
+	@$(RUN) bench.gpu $(MORE)
+
+bench-gpus: $(STAMP) ## what several GPUs of this machine give over one, directly linked and through the host's memory
+	@$(RUN) bench.gpus $(MORE)
 
 reference: $(STAMP) ## write jobs/reference.yaml and jobs/job.schema.json anew from the schema
 	@$(RUN) jobs.reference

@@ -1,13 +1,16 @@
 """One benchmark case: the product's own trainer on a real-size FLUX with random weights and random encoded data.
 
-Started by ``bench.gpu`` through the same launcher as every run: ``accelerate launch ... -m bench.case CASE FOLDER``.
-Writes ``FOLDER/CASE.json``. With ``--save`` it goes on to the end as a run does: a state and the output on disk.
+Started by ``bench.gpu`` and ``bench.gpus`` through the same launcher as every run:
+``accelerate launch ... -m bench.case CASE FOLDER``. Writes ``FOLDER/CASE.json``. With ``--save`` it goes on to the end
+as a run does: a state and the output on disk. Several cases, comma-separated, share one start and what was compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import resource
 import statistics
 import time
@@ -17,7 +20,7 @@ from pathlib import Path
 import torch
 from diffusers import FluxTransformer2DModel
 
-from bench.cases import CASES, Case
+from bench.cases import Case, find_case
 from bootstrap.cache import ShardWriter
 from bootstrap.dataset import Item
 from bootstrap.estimate import USABLE
@@ -43,25 +46,27 @@ CEILING_SIZE = 8192
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("cases", type=lambda text: [find_case(name) for name in text.split(",")])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    case = CASES[options.case]
-    run = prepare(case, Volume(options.folder / "volume"))
-    with join_world(run) as world:
-        result = measure(case, run, world, options.save)
-        if world.leads:
-            write_json(options.folder / f"{case.name}.json", result)
+    runs = [(case, prepare(case, Volume(options.folder / "volume"))) for case in options.cases]
+    with join_world(runs[0][1]) as world:
+        for case, run in runs:
+            result = measure(case, run, world, options.save)
+            if world.leads:
+                write_json(options.folder / f"{case.name}.json", result)
+            gc.collect()
+            torch.cuda.empty_cache()
+            world.meet()
 
 
 def prepare(case: Case, volume: Volume) -> RunFile:
     """A run as the entrypoint would prepare it, with random numbers where weights, latents and texts would be."""
     volume.create()
-    name = case.name
-    job = Job.model_validate(
-        {"name": name, "base": "random", "datasets": [{"path": "none"}], "steps": case.steps, **case.job}
-    )
+    text = {"name": case.name, "base": "random", "datasets": [{"path": "none"}], "steps": case.steps, **case.job}
+    text["plan"] = {"processes": int(os.environ.get("WORLD_SIZE", "1"))} | case.job.get("plan", {})
+    job = Job.model_validate(text)
     weights = stand_in(volume)
     bucket = (case.size, case.size)
     items = tuple(
@@ -77,7 +82,7 @@ def prepare(case: Case, volume: Volume) -> RunFile:
 
 def pod_of(case: Case, volume: Volume) -> Pod:
     """This pod, its GPUs no larger than the card that the case is about."""
-    pod = read_pod(volume.root)
+    pod = replace(read_pod(volume.root), p2p=os.environ.get("NCCL_P2P_DISABLE", "0") == "0")
     if case.host_gib is not None:
         pod = replace(pod, memory=min(pod.memory, int(case.host_gib * GIB)))
     if case.card_gib is None:
@@ -184,6 +189,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
     return {
         "case": case.name,
         "gpu": torch.cuda.get_device_name(),
+        "processes": world.size,
         "torch": torch.__version__,
         "seconds_per_step": seconds,
         "images_per_second": images / seconds,
@@ -202,6 +208,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "last_loss": losses[-1],
         "attention": attention.name,
         "base": run.plan.base_precision,
+        "images_per_pass": run.plan.images_per_pass,
         "checkpointed_blocks": run.plan.checkpointed_blocks,
         "host_state_blocks": run.plan.host_state_blocks,
         "streamed_blocks": run.plan.streamed_blocks,

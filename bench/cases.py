@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -45,3 +46,24 @@ CASES = {
         Case("lora-1024-nf4", lora(1024, 1), 1024, 14, card_gib=11.2),  # of a 12 GB card
     )
 }
+
+# What each of several GPUs does, measured on one of them alone as well (bench/gpus.py).
+EACH_GPU = {
+    case.name: case
+    for case in (
+        replace(CASES["full-1024"], steps=12),
+        replace(CASES["full-512x4"], steps=12),
+        Case("full-1024x4", full(1024, 4), 1024, 10),
+        replace(CASES["lora-1024"], steps=12),
+    )
+}
+
+
+def find_case(name: str) -> Case:
+    """A case by its name; with ``-x2`` behind it, as much on each of two GPUs. Raises ValueError for no case."""
+    if together := re.fullmatch(r"(.+)-x(\d+)", name):
+        case, gpus = EACH_GPU[together[1]], int(together[2])
+        return replace(case, name=name, job=case.job | {"images_per_step": case.job["images_per_step"] * gpus})
+    if name not in CASES | EACH_GPU:
+        raise ValueError(f"no case {name}; there are {', '.join(CASES | EACH_GPU)}")
+    return EACH_GPU.get(name) or CASES[name]

@@ -299,8 +299,9 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
         dequantised = base_bytes(work.shape, way.base) + BF16 * work.weights
         compute += way.passes * (2 + again) * dequantised * DEQUANTISE_SLOWDOWN / (gpu.bandwidth * 1e9)
     foreign = (way.processes - 1) / way.processes  # of every tensor, what lies on the other GPUs
-    if way.sharded:  # per pass: weights gathered once or twice, gradients summed up once
-        traffic = way.passes * (3 if way.reshard else 2) * BF16 * work.weights * foreign
+    if way.sharded:  # gradients are summed up in each pass, weights gathered once a step, or twice a pass
+        traffic = way.passes * (3 if way.reshard else 1) * BF16 * work.weights * foreign
+        traffic += 0 if way.reshard else BF16 * work.weights * foreign
     else:  # the adapter's gradients, once
         traffic = 2 * FP32 * work.trained * foreign
     waiting = max(0.0, traffic / (gpu.link * 1e9) - compute)

@@ -32,6 +32,8 @@ class Blockwise(Optimizer):
     the GPU count. Those of ``host`` blocks lie in the host's memory, on a GPU.
     """
 
+    any_stream = True  # one kernel of our own, on whatever stream is current
+
     def __init__(
         self, tensors: Iterable[Trained], job: Job, *, kernel: Literal["adam", "lion"], bits: Literal[8, 32], host: int
     ):

@@ -105,10 +105,14 @@ def _run_twice(block: nn.Module) -> Callable[..., Any]:
     return lambda *inputs: block(*inputs, again=next(runs) > 0)
 
 
+# Gradients are summed up over the processes in this.
+SUMMED_IN = torch.float32
+
+
 def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:
-    """FSDP2, block by block. Gradients are summed in float32, not divided: each loss is a share of the step's."""
+    """FSDP2, block by block. Gradients are summed, not divided: each loss is a share of the step's."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(reduce_dtype=SUMMED_IN)
     for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -116,6 +120,13 @@ def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: Wor
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo knows no scaled one
+
+
+def keep_gathered(model: FluxTransformer2DModel, keep: bool) -> None:
+    """Whether the weights of a sharded model stay whole after a backward pass: for the step's next pass, which would
+    gather them again. Not after the last one, which changes them."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(not keep)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class OptimizerStateError(ValueError):
 class Optimizer(ABC):
     """Steps the trained tensors of this process."""
 
+    # Whether an update may run on any CUDA stream: FSDP2 hands gradients over on that of its reduce-scatters, so that
+    # the update of one block runs beside the backward pass of the next.
+    any_stream = False
+
     def __init__(self, tensors: Iterable[Trained], seed: int):
         self.tensors = list(tensors)
         self.seed = seed

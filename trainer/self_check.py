@@ -162,6 +162,8 @@ def check(attention: Attention, job: Job, plan: Plan, shape: FluxShape, sizes: S
             worst, why = max(worst, error), why or found
             if found and not found.startswith(_UNCHECKED):
                 break
+    except torch.OutOfMemoryError:
+        why = f"{_UNCHECKED}: the comparison with float32 does not fit the free memory"
     except Exception as error:  # a kernel that refuses, breaks the card, or is another one in this version of torch
         worst, why = math.inf, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         _end_if_broken(attention, world.device, why)

@@ -36,7 +36,7 @@ from trainer.flow import loss_sum
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
 from trainer.metrics import Metrics, NonFiniteLossError, StepRecord
-from trainer.model import build_model, fill, predict, sources
+from trainer.model import build_model, fill, keep_gathered, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
 from trainer.requests import Requests
 from trainer.sample import Sampler
@@ -154,6 +154,8 @@ class Training:
         total = torch.zeros((), device=world.device)
         for number, batch in enumerate(data.batches, start=1):
             self.last_pass = number == len(data.batches)
+            if not self.run.plan.reshard_after_forward:
+                keep_gathered(self.model, not self.last_pass)
             batch = batch.to(world.device)
             prediction = predict(self.model, batch, job.guidance, job.t5_mask)
             loss = loss_sum(prediction, batch.target, batch.mask, batch.weights) / data.images
@@ -276,7 +278,10 @@ def update_in_backward(
 
         def use(_: torch.Tensor, tensor: Trained = tensor) -> None:
             if due():
-                on_default_stream(lambda: optimizer.update(tensor), device)
+                if optimizer.any_stream:
+                    optimizer.update(tensor)
+                else:
+                    on_default_stream(lambda: optimizer.update(tensor), device)
                 if streamed:
                     streamed.updated(tensor.parameter)
 
@@ -284,8 +289,8 @@ def update_in_backward(
 
 
 def on_default_stream(work: Callable[[], None], device: torch.device) -> None:
-    """Runs ``work`` on the default stream, where all else that touches weights and states runs; FSDP2's hooks run on
-    the stream of its reduce-scatters."""
+    """Runs ``work`` on the default stream, for what knows no other; FSDP2's hooks run on the stream of its
+    reduce-scatters. It costs the overlap: the default stream waits for the sum of the gradients."""
     if device.type != "cuda":
         work()
         return
