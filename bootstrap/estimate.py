@@ -75,8 +75,9 @@ class Work:
     fused: bool  # whether one kernel steps a weight, without 32-bit copies
     tokens: int  # of the largest image and its text
     forward: float  # floating-point operations of an average image's forward pass
-    sample_pixels: int  # of a sample; 0 without samples
-    sample_forward: float  # floating-point operations of one denoising step of a sample
+    sample_pixels: int  # of the largest sample; 0 without samples
+    pictures: int  # of a round of samples
+    sample_flops: float  # floating-point operations of a round of samples, but for the VAE's
     weights_file: int  # bytes of a state's weights: the whole model in bf16, or the adapter's file
 
     @property
@@ -136,7 +137,7 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
     if job.lora is not None:
         shapes = adapter_shapes(shape, job.lora)
     often = sum(weight for _, _, weight in sizes)
-    sample = job.sample
+    drawings = job.sample.drawings
     return Work(
         shape=shape,
         lora=job.lora is not None,
@@ -147,8 +148,9 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
         fused=job.optimizer in FUSED,
         tokens=max(width * height for width, height, _ in sizes) // 256 + text,
         forward=sum(shape.forward_flops(width, height, text) * weight for width, height, weight in sizes) / often,
-        sample_pixels=sample.width * sample.height if sample.prompts else 0,
-        sample_forward=shape.forward_flops(sample.width, sample.height, text),
+        sample_pixels=max((each.width * each.height for each in drawings), default=0),
+        pictures=len(drawings),
+        sample_flops=sum(each.steps * shape.forward_flops(each.width, each.height, text) for each in drawings),
         weights_file=_adapter_file(shape, job.lora) if job.lora is not None else BF16 * weights,
     )
 
@@ -326,8 +328,11 @@ def _rate(work: Work, way: Arrangement, gpu: GpuModel) -> float:
     return gpu.tflops * 1e12 * share * (LORA_SLOWDOWN if work.lora else 1)
 
 
-def seconds_per_sample(work: Work, denoising_steps: int, gpu: GpuModel) -> float:
-    return denoising_steps * work.sample_forward / (gpu.tflops * 1e12 * EFFICIENCY)
+def seconds_of_samples(work: Work, processes: int, gpu: GpuModel) -> float:
+    """Of a round: its pictures are shared out to the processes, one at a time."""
+    pictures = work.pictures
+    turns = math.ceil(pictures / processes) if pictures else 0
+    return turns * work.sample_flops / max(1, pictures) / (gpu.tflops * 1e12 * EFFICIENCY)
 
 
 def in_gib(size: float) -> str:

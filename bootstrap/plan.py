@@ -170,13 +170,12 @@ def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) 
     work = estimate.work_of(job, base, image_sizes(job, data))
     step = estimate.seconds_per_step(work, _way_of(plan), slowest, max(plan.split))
     rounds = 1 + math.ceil(plan.steps / job.sample.every)
-    sample = estimate.seconds_per_sample(work, job.sample.steps, slowest)
     saves = count_saves(job, plan.steps, plan.steps_per_epoch)
     return Prediction(
         step=step,
         images_per_second=job.images_per_step / step,
         training=plan.steps * step,
-        drawing=rounds * len(job.sample.prompts) * sample,
+        drawing=rounds * estimate.seconds_of_samples(work, plan.processes, slowest),
         saving=saves * plan.state_bytes / estimate.VOLUME_SPEED,
     )
 

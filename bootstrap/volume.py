@@ -46,6 +46,11 @@ class RunFolder:
         return self.root / "attention.json"
 
     @property
+    def alarm(self) -> Path:
+        """What is wrong with the newest samples, where they show a broken model."""
+        return self.root / "alarm.json"
+
+    @property
     def lease(self) -> Path:
         return self.root / "lease.json"
 

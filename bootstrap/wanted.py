@@ -23,6 +23,7 @@ from bootstrap.draws import Use, draw
 from bootstrap.order import StepOrder
 from bootstrap.plan import Plan
 from bootstrap.weights import Weights
+from jobs.prompts import Drawing
 from jobs.schema import DatasetEntry, Job
 
 # Raise when encoding itself changes (resizing, dtypes, tokenization): everything is then made anew.
@@ -193,9 +194,13 @@ def _wanted_texts(job: Job, weights: Weights, training: Iterable[tuple[str, str]
     texts: dict[str, Text] = {}
     for text, owner in training:
         texts.setdefault(text_key(text, weights, job.t5_mask), Text(text, job.t5_mask, owner))
-    for prompt in job.sample.prompts:
-        texts.setdefault(text_key(prompt, weights, t5_mask=False), Text(prompt, False, f"the prompt {prompt!r}"))
-    return texts
+    return prompt_texts(job.sample.drawings, weights) | texts
+
+
+def prompt_texts(drawings: Iterable[Drawing], weights: Weights) -> dict[str, Text]:
+    """By key: what is to be drawn."""
+    prompts = dict.fromkeys(drawing.prompt for drawing in drawings)
+    return {text_key(prompt, weights, False): Text(prompt, False, f"the prompt {prompt!r}") for prompt in prompts}
 
 
 def _drawn_texts(job: Job, plan: Plan, items: Sequence[Item]) -> Iterator[tuple[str, str]]:

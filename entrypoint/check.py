@@ -18,6 +18,7 @@ from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
+from bootstrap.prompts import with_prompts
 from bootstrap.resume import beyond, resume_problems
 from bootstrap.room import refuse_without_room
 from bootstrap.state import list_states
@@ -58,7 +59,9 @@ def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path
     job, file = loaded.job, job_path.name
     for warning in loaded.warnings:
         print(f"warning: {warning}")
+    job, unreadable = _prompts(job, volume)
     base, problems = _base_shape(job, volume)
+    problems += unreadable
     if preview == Path():
         preview = job_path.with_suffix(".preview.jpg")
     data, more = _data(job, volume, preview)
@@ -86,6 +89,14 @@ def _placed(problem: Problem, text: str, file: str) -> Problem:
     path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", problem.key))
     place = yaml12.parse(text, file).place(path)
     return replace(problem, file=file, line=place.line, column=place.column)
+
+
+def _prompts(job: Job, volume: Volume) -> tuple[Job, tuple[Problem, ...]]:
+    """The job with the prompts of its file, or without them and the reasons."""
+    try:
+        return with_prompts(job, volume), ()
+    except JobError as error:
+        return job, error.problems
 
 
 def _base_shape(job: Job, volume: Volume) -> tuple[FluxShape, tuple[Problem, ...]]:

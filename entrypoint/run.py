@@ -38,6 +38,7 @@ from bootstrap.outcome import (
 from bootstrap.plan import Plan, make_plan
 from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
+from bootstrap.prompts import with_prompts
 from bootstrap.remote import fetch_datasets
 from bootstrap.resume import changed_settings, choose_state, refuse_absent_adapter
 from bootstrap.room import refuse_without_room
@@ -233,9 +234,10 @@ def _in_file(error: JobError, file: Path) -> JobError:
 def _tell(outcome: Outcome, job: Job, running: Running) -> None:
     phase = PHASES.get(outcome.code, "failed")
     step = None if outcome.code == CRASH else outcome.step or None  # what crashed cannot say how far it was
-    running.status.tell(phase, outcome.reason, step=step, code=outcome.code)
+    reason = outcome.reason + (sample_alarm(running.folder) if outcome.code == DONE else "")
+    running.status.tell(phase, reason, step=step, code=outcome.code)
     where = f": {output_of(running.folder, job)}" if outcome.code == DONE else ""
-    line = f"{phase}: {outcome.reason}{where}"
+    line = f"{phase}: {reason}{where}"
     print(line, flush=True)
     with suppress(OSError), running.folder.log.open("a", encoding="utf-8") as log:
         log.write(line + "\n")
@@ -264,6 +266,7 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
 def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
+    job = with_prompts(job, volume)
     facts = probe_volume(volume.root)
     pod = pod_of_this_run(facts, running)
     coming = to_be_fetched(job.base, volume)
@@ -410,7 +413,7 @@ def train(run: RunFile, running: Running) -> Outcome:
     def look() -> None:
         if progress.look():
             phase: Phase = "stopping" if running.stop.requested else "training"
-            told = phase + dropped_attention(run.folder) + running.notice()
+            told = phase + dropped_attention(run.folder) + sample_alarm(run.folder) + running.notice()
             running.status.tell(phase, told, step=progress.step, steps=steps)
 
     def limit() -> float:
@@ -441,6 +444,12 @@ def dropped_attention(folder: RunFolder) -> str:
     found = read_json(folder.attention)
     wrong = [name for name, verdict in found["verdicts"].items() if not verdict["right"]] if found else []
     return f" (without {', '.join(wrong)} attention, which is wrong on this card)" if wrong else ""
+
+
+def sample_alarm(folder: RunFolder) -> str:
+    """What the newest samples show of a broken model, for the status; "" where nothing is wrong with them."""
+    found = read_json(folder.alarm)
+    return f". ALARM: {found['message']}" if found else ""
 
 
 def rotate(log: Path) -> None:

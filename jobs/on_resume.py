@@ -112,6 +112,7 @@ ROWS: dict[str, Row] = {
     "save.on_error": Row(_SAVES),
     "sample.every": Row(_SAMPLES),
     "sample.prompts": Row(_SAMPLES),
+    "sample.prompts_file": Row(_SAMPLES + "; the file itself may be edited at any time"),
     "sample.width": Row(_SAMPLES),
     "sample.height": Row(_SAMPLES),
     "sample.steps": Row(_SAMPLES),

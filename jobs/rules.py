@@ -108,7 +108,10 @@ def _schedule(written: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _sample(written: Mapping[str, Any]) -> Iterator[Finding]:
     sample = _group(written, "sample")
-    if set(sample) - {"prompts"} and not sample.get("prompts"):
+    if sample.get("prompts") and sample.get("prompts_file") is not None:
+        message = "prompts and prompts_file both tell what to draw"
+        yield Finding(("sample", "prompts_file"), message, "Delete one of the two")
+    elif set(sample) - {"prompts"} and not sample.get("prompts") and sample.get("prompts_file") is None:
         remedy = 'Add prompts: ["..."], or delete sample'
         yield Finding(("sample",), "has no effect: without prompts nothing is drawn", remedy)
 
@@ -198,8 +201,9 @@ def _guidance(job: Job) -> Iterator[Finding]:
     if job.guidance != 1:
         remedy = "Write 1, or delete the line; the guidance of drawing is sample.guidance"
         yield Finding(("guidance",), f"{job.guidance:g} in training washes the model out", remedy)
-    if job.sample.prompts and job.sample.guidance <= 1 and "schnell" not in job.base.lower():
-        message = f"{job.sample.guidance:g} draws washed-out pictures with FLUX.1-dev"
+    low = min((drawing.guidance for drawing in job.sample.drawings), default=3.5)
+    if low <= 1 and "schnell" not in job.base.lower():
+        message = f"{low:g} draws washed-out pictures with FLUX.1-dev"
         yield Finding(("sample", "guidance"), message, "Write 3.5, as people will use it")
     if job.t5_mask:
         message = "training with the mask changes what known words mean, and drawing without it shows bands"

@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jobs.prompts import Drawing, Prompt, parse_prompt
 from jobs.values import (
     CROP_POINTS,
+    MOST_SEED,
     Address,
     AnyText,
     BadImages,
@@ -46,7 +48,6 @@ from jobs.values import (
 )
 
 SINGLE_FILE_ENDINGS = (".safetensors", ".sft")
-MOST_SEED = 2**63 - 1
 _PLANNED = "the plan decides"
 
 
@@ -302,11 +303,20 @@ class Sample(Section):
         why="One picture of 1024 px and 24 steps takes as long as training on about 20 images at 512 px.",
         ge=1,
     )
-    prompts: tuple[Text, ...] = key(
+    prompts: tuple[Prompt, ...] = key(
         (),
-        doc="What to draw. Without prompts nothing is drawn.",
+        doc="What to draw. Without prompts nothing is drawn. A prompt may end in settings of its own: --seed 7 "
+        "--width 832 --height 1216 --steps 30 --guidance 4.",
         why="Only you know what you train.",
-        example=["pprflwr in the rain", "a bowl of pprflwr on a wooden table"],
+        example=["pprflwr in the rain", "a bowl of pprflwr on a wooden table --seed 7"],
+    )
+    prompts_file: FilePath | None = key(
+        None,
+        doc="A text file with the prompts, one a line, settings included, in place of prompts. It is read again before "
+        "each round of samples: edit it while the run trains. What is wrong in it then is a warning, and the last good "
+        "list stays.",
+        example="prompts.txt",
+        left_out="the prompts above",
     )
     width: Side = key(1024, doc="Width of a sample in pixels, a multiple of 16.", why="As people will use it.")
     height: Side = key(1024, doc="Height of a sample in pixels, a multiple of 16.", why="As people will use it.")
@@ -331,6 +341,17 @@ class Sample(Section):
         ge=0,
         le=MOST_SEED,
     )
+
+    @property
+    def drawings(self) -> tuple[Drawing, ...]:
+        """One for each prompt."""
+        return tuple(self.drawing(prompt) for prompt in self.prompts)
+
+    def drawing(self, prompt: str) -> Drawing:
+        """A prompt with the settings that it has itself, and these for the others."""
+        shared = {name: getattr(self, name) for name in ("seed", "width", "height", "steps", "guidance")}
+        text, own = parse_prompt(prompt)
+        return Drawing(text, **shared | own)
 
 
 class Notify(Section):

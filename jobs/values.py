@@ -42,6 +42,7 @@ CROP_POINTS = {
     "left": (0.0, 0.5),
     "right": (1.0, 0.5),
 }
+MOST_SEED = 2**63 - 1
 BASE_PRECISIONS = ("bf16", "int8", "fp8", "nf4")
 TIMESTEP_SAMPLINGS = ("flux_shift", "shift", "sigmoid", "uniform")
 

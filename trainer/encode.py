@@ -32,10 +32,11 @@ from bootstrap.images import View as Seen
 from bootstrap.inspection import in_order
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG
 from bootstrap.pictures import read_item
+from bootstrap.processes import record_process
 from bootstrap.run_file import RunFile
 from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume, read_json
-from bootstrap.wanted import CroppedItem, Text, Wanted
+from bootstrap.wanted import CroppedItem, Text, Wanted, text_key
 from bootstrap.weights import Weights
 from jobs.problem import JobError, Problem
 
@@ -271,6 +272,14 @@ def encode_part(run: RunFile, part: int, parts: int) -> None:
         write_masks(masks, run)
 
 
+def encode_prompts(run: RunFile, prompts: Sequence[str]) -> None:
+    """Encodes prompts that came up while the run trains: on the CPU, since the GPU is full."""
+    wanted = {text_key(prompt, run.weights, False): Text(prompt, False, f"the prompt {prompt!r}") for prompt in prompts}
+    torch.set_num_threads(max(1, run.plan.threads))
+    if texts := _missing(wanted.items(), Cache(run.cache)):
+        encode_texts(texts, run.weights, torch.device("cpu"), run.cache)
+
+
 def _missing(wanted: Iterable[tuple[str, T]], cache: Cache) -> dict[str, T]:
     return {key: thing for key, thing in wanted if key not in cache}
 
@@ -287,12 +296,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run.json")
     parser.add_argument("--part", type=int, default=0, help="which share, from 0")
     parser.add_argument("--parts", type=int, default=1, help="how many shares there are")
+    parser.add_argument("--prompt", action="append", help="only this, on the CPU; may be repeated")
     options = parser.parse_args(arguments)
     if not 0 <= options.part < options.parts:
         parser.error("--part must lie between 0 and --parts - 1")
     _quiet()
     try:
-        encode_part(RunFile.read(options.run), options.part, options.parts)
+        run = RunFile.read(options.run)
+        if options.prompt:
+            record_process(run.folder.processes, "prompts")
+            encode_prompts(run, options.prompt)
+        else:
+            encode_part(run, options.part, options.parts)
     except JobError as error:
         print(error, file=sys.stderr, flush=True)
         return JOB_WRONG

@@ -1,116 +1,197 @@
 """Pictures drawn during training, by the stock pipeline from the live weights.
 
-They are what diffusers draws from the saved file with the same prompt, seed, steps and guidance. Drawing uses
-generators of its own and changes no later step. All processes take part: a sharded model runs on all of them at once.
+They are what diffusers draws from the saved file with the same prompt, seed, steps, guidance and size. Drawing uses
+generators of its own and changes no later step.
+
+The prompts of a round are shared out to the processes, as many at a time as there are, those of similar cost together.
+All processes of a sharded model take part in each of its forward passes, so there each makes as many as the longest
+drawing of a turn has. What fails is agreed on before anyone goes on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from PIL.Image import Image
+from diffusers import FluxTransformer2DModel
+from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch.distributed.fsdp import FSDPModule
 
 from bootstrap.cache import Cache
-from bootstrap.estimate import TILE
 from bootstrap.run_file import RunFile
+from bootstrap.volume import write_json
 from bootstrap.wanted import text_key
+from jobs.prompts import Drawing
+from trainer.alarm import Fault, alarm_text, fault_of
+from trainer.pipeline import Pipeline
+from trainer.prompts import Prompts
 from trainer.world import World
 
 log = logging.getLogger(__name__)
 
+Texts = Mapping[str, Mapping[str, torch.Tensor]]  # by prompt
+Wanted = Sequence[tuple[int, Drawing]]  # with the place in the list of prompts
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What became of one process's part of a turn."""
+
+    number: int | None = None  # of the prompt
+    fault: Fault = ""
+    error: str = ""
+    stop: bool = False
+
 
 class Sampler:
-    """Draws the job's prompts; knows when."""
+    """Draws the job's prompts; knows when. Its methods are entered by all processes."""
 
     def __init__(self, run: RunFile, model: FluxTransformer2DModel, world: World):
         self.run, self.model, self.world = run, model, world
         self.sample = run.job.sample
+        self.prompts = Prompts(run, world)
+        self.sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        if world.leads:
+            run.folder.alarm.unlink(missing_ok=True)
 
     def due(self, step: int) -> bool:
         return bool(self.sample.prompts) and (step % self.sample.every == 0 or step == self.run.plan.steps)
 
-    def path(self, step: int, prompt: int) -> Path:
-        return self.run.folder.samples / f"step-{step:06d}-{prompt:02d}.png"
+    def path(self, step: int, number: int) -> Path:
+        return self.run.folder.samples / f"step-{step:06d}-{number:02d}.png"
 
     def draw(self, step: int) -> None:
         """Draws every prompt that has no picture of this step yet. A failure is a warning, on all processes alike."""
-        missing = [i for i in range(len(self.sample.prompts)) if not self.path(step, i).exists()]
+        drawings = self.prompts.now()
+        missing = [(i, each) for i, each in enumerate(drawings) if notes_of(self.path(step, i)) != notes(each, step)]
         missing = self.world.from_lead(missing)
         if not missing:
             return
-        error = None
+        guidance = "no" if not self.run.weights.shape.guidance else f"{missing[0][1].guidance:g}"
+        log.info("drawing %d samples of step %d, with guidance %s", len(missing), step, guidance)
+        with evaluating(self.model):
+            every = self._draw(step, missing)
+        if not self.world.leads:
+            return
+        for rank, told in sorted({(rank, drawn.error) for rank, drawn in every if drawn.error}):
+            log.warning("samples of step %d are not complete: process %d: %s. Training goes on.", step, rank, told)
+        self._alarm(step, {drawn.number: drawn.fault for _, drawn in every if drawn.number is not None}, len(missing))
+
+    def _alarm(self, step: int, faults: Mapping[int, Fault], count: int) -> None:
+        """Says where everyone looks that samples show a broken model; takes it back when they no longer do."""
+        wrong = {number: fault for number, fault in faults.items() if fault}
+        with suppress(OSError):
+            if not wrong:
+                self.run.folder.alarm.unlink(missing_ok=True)
+                return
+            text = alarm_text(step, wrong, count, self.run.job)
+            log.error("ALARM: %s", text)
+            write_json(self.run.folder.alarm, {"step": step, "message": text})
+
+    def _draw(self, step: int, wanted: Wanted) -> list[tuple[int, Drawn]]:
+        """What became of everything, with the rank: the same on every process."""
+        begun, prepared = Drawn(), None
         try:
-            with evaluating(self.model):
-                self._draw(step, missing)
-        except Exception as failure:  # whatever it is, training matters more; it is told below
-            log.debug("sampling failed", exc_info=True)
-            error = f"process {self.world.rank}: {type(failure).__name__}: {failure}"
-        for told in filter(None, self.world.gather(error)):
-            if self.world.leads:
-                log.warning("samples of step %d are not complete: %s. Training goes on.", step, told)
-
-    def _draw(self, step: int, prompts: list[int]) -> None:
-        pipeline = self._pipeline()
-        cache = Cache(self.run.cache)
-        unwritten: OSError | None = None
-        for turn in range(0, len(prompts), self.world.size):
-            if self.world.any(self.world.stop_requested)[0]:
+            prepared = self._prepare(wanted)
+        except Exception as failure:  # whatever it is, training matters more
+            begun = self._failed(failure)
+        every = list(enumerate(self.world.gather(begun)))
+        if prepared is None or any(drawn.error for _, drawn in every):
+            return every
+        pipeline, texts = prepared
+        for turn in turns_of(wanted, self.world.size):
+            every += enumerate(self.world.gather(self._take_turn(step, turn, pipeline, texts)))
+            if any(drawn.stop for _, drawn in every):
                 break  # the loop answers it; a round takes minutes
-            place = turn + self.world.rank
-            real = place < len(prompts)
-            index = prompts[place] if real else prompts[-1]  # a sharded model needs every process in every forward
-            image = self._one(pipeline, cache, index)
-            try:
-                if real:
-                    self._write(image, step, index)
-            except OSError as error:  # told at the end: until then the others need this process
-                unwritten = error
-        if unwritten is not None:
-            raise unwritten
+        return every
 
-    def _pipeline(self) -> FluxPipeline:
-        weights = self.run.weights
-        vae = AutoencoderKL.from_pretrained(weights.vae, torch_dtype=torch.bfloat16, disable_mmap=True)
-        if self.run.plan.tiled_decoding:
-            vae.enable_tiling()
-            vae.tile_sample_min_size = TILE
-            vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
-        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(weights.scheduler)
-        pipeline = FluxPipeline(scheduler, vae.to(self.world.device), None, None, None, None, self.model)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
+    def _prepare(self, wanted: Wanted) -> tuple[Pipeline, Texts]:
+        run, cache = self.run, Cache(self.run.cache)
+        prompts = {drawing.prompt for _, drawing in wanted}
+        texts = {prompt: cache.read(text_key(prompt, run.weights, t5_mask=False)) for prompt in prompts}
+        return Pipeline(run.weights, self.model, self.world.device, tiled=run.plan.tiled_decoding), texts
 
-    def _one(self, pipeline: FluxPipeline, cache: Cache, index: int) -> Image:
-        sample = self.sample
-        text = cache.read(text_key(sample.prompts[index], self.run.weights, t5_mask=False))
-        settings: dict[str, Any] = {
-            "prompt_embeds": text["prompt_embeds"][None].to(self.world.device),
-            "pooled_prompt_embeds": text["pooled"][None].to(self.world.device),
-            "width": sample.width,
-            "height": sample.height,
-            "num_inference_steps": sample.steps,
-            "guidance_scale": sample.guidance,
-            "generator": torch.Generator("cpu").manual_seed(sample.seed),
-        }
-        return pipeline(**settings).images[0]
+    def _take_turn(self, step: int, turn: Wanted, pipeline: Pipeline, texts: Texts) -> Drawn:
+        number, drawing = turn[self.world.rank] if self.world.rank < len(turn) else (None, None)
+        fault: Fault = ""
+        try:
+            if drawing is not None:
+                latent = pipeline.denoise(drawing, texts[drawing.prompt])
+            if self.sharded:
+                self._keep_company(turn, drawing.steps if drawing else 0, pipeline, texts)
+            if number is not None and drawing is not None:
+                fault = self._finish(step, number, drawing, latent, pipeline)
+        except Exception as failure:
+            return self._failed(failure)
+        return Drawn(number, fault, stop=self.world.stop_requested)
 
-    def _write(self, image: Image, step: int, index: int) -> None:
-        sample, path = self.sample, self.path(step, index)
-        notes = PngInfo()
-        notes.add_itxt("prompt", sample.prompts[index])
-        notes.add_text("settings", f"step {step}, seed {sample.seed}, {sample.steps} steps, guidance {sample.guidance}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        image.save(part, "PNG", pnginfo=notes)
-        part.replace(path)
+    def _keep_company(self, turn: Wanted, made: int, pipeline: Pipeline, texts: Texts) -> None:
+        """Makes the forward passes that the longest drawing of the turn has beyond ``made``, for nothing."""
+        rest = max(drawing.steps for _, drawing in turn) - made
+        if rest:
+            small = min((drawing for _, drawing in turn), key=lambda each: each.width * each.height)
+            pipeline.denoise(replace(small, steps=rest), texts[small.prompt])
+
+    def _finish(self, step: int, number: int, drawing: Drawing, latent: torch.Tensor, pipeline: Pipeline) -> Fault:
+        """Decodes and writes a picture; gives what is wrong with it that was not wrong before training: a toy's base
+        draws noise, too."""
+        image = pipeline.decode(latent, drawing)
+        write_picture(image, self.path(step, number), notes(drawing, step))
+        if not bool(latent.isfinite().all()):
+            return "no numbers"
+        fault = fault_of(image)
+        return "" if step == 0 or fault == self._fault_of_base(number, drawing) else fault
+
+    def _fault_of_base(self, number: int, drawing: Drawing) -> Fault:
+        """What was wrong with the same picture before training; "" where it was not drawn."""
+        path = self.path(0, number)
+        if notes_of(path) != notes(drawing, 0):
+            return ""
+        with Image.open(path) as image:
+            return fault_of(image)
+
+    def _failed(self, failure: Exception) -> Drawn:
+        log.debug("sampling failed", exc_info=failure)
+        return Drawn(error=f"{type(failure).__name__}: {failure}", stop=self.world.stop_requested)
+
+
+def turns_of(wanted: Wanted, processes: int) -> list[Wanted]:
+    """The drawings, one for each process at a time; the longest first, so that those of a turn take about as long."""
+    by_cost = sorted(wanted, key=lambda each: (-each[1].steps, -each[1].width * each[1].height, each[0]))
+    return [by_cost[first : first + processes] for first in range(0, len(by_cost), processes)]
+
+
+# ---------------------------------------------------------------- files
+
+
+def notes(drawing: Drawing, step: int) -> dict[str, str]:
+    """What a picture says of itself."""
+    return {"prompt": drawing.prompt, "settings": f"step {step}, {drawing}"}
+
+
+def notes_of(path: Path) -> dict[str, str] | None:
+    """What a picture that is there says of itself; None where there is none."""
+    try:
+        with Image.open(path) as image:
+            return {name: str(image.info.get(name)) for name in ("prompt", "settings")}
+    except OSError:
+        return None
+
+
+def write_picture(image: Image.Image, path: Path, told: Mapping[str, str]) -> None:
+    """A PNG with text, whole or not at all."""
+    info = PngInfo()
+    for name, text in told.items():
+        info.add_itxt(name, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    image.save(part, "PNG", pnginfo=info)
+    part.replace(path)
 
 
 @contextmanager

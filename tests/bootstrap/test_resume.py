@@ -98,6 +98,7 @@ OTHER: dict[str, Any] = {  # a job with another value for the key than the defau
     "save.on_error": {"save": {"on_error": "stop"}},
     "sample.every": {"sample": {"every": 9, "prompts": ["a"]}},
     "sample.prompts": {"sample": {"prompts": ["a"]}},
+    "sample.prompts_file": {"sample": {"prompts_file": "prompts.txt"}},
     "sample.width": {"sample": {"width": 512, "prompts": ["a"]}},
     "sample.height": {"sample": {"height": 512, "prompts": ["a"]}},
     "sample.steps": {"sample": {"steps": 4, "prompts": ["a"]}},

@@ -175,8 +175,8 @@ def test_several_passes_are_one_step(full: dict[int, Trained], volume: Volume) -
 
 
 def test_samples_change_no_later_step(full: dict[int, Trained], volume: Volume) -> None:
-    """Three prompts for two processes: one of them draws a picture that nobody keeps."""
-    prompts = ["a large red circle on a white background", "a star", "a cat"]
+    """Three prompts for two processes, which take unequal numbers of steps."""
+    prompts = ["a large red circle on a white background", "a star --seed 7 --steps 3 --width 96", "a cat"]
     sample = SMALL | {"every": 3, "prompts": prompts}
     drawn = trained(volume, name="drawn", steps=5, plan={"processes": 2}, sample=sample)
     assert drawn.values("loss") == full[2].values("loss")

@@ -1,0 +1,55 @@
+"""diffusers' own pipeline around a transformer that is in memory already: for samples, and for the grid.
+
+A picture is drawn in two parts, the denoising, in which all processes of a sharded model take part, and the decoding,
+which each does by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from PIL.Image import Image
+
+from bootstrap.estimate import TILE
+from bootstrap.weights import Weights
+from jobs.prompts import Drawing
+
+
+class Pipeline:
+    """Draws with ``model``; text comes encoded (``TextEncoders.encode``). Changes no generator but its own."""
+
+    def __init__(self, weights: Weights, model: FluxTransformer2DModel, device: torch.device, *, tiled: bool):
+        vae = AutoencoderKL.from_pretrained(weights.vae, torch_dtype=torch.bfloat16, disable_mmap=True)
+        if tiled:
+            vae.enable_tiling()
+            vae.tile_sample_min_size = TILE
+            vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
+        self.device = device
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(weights.scheduler)
+        self.stock = FluxPipeline(scheduler, vae.to(device), None, None, None, None, model)
+        self.stock.set_progress_bar_config(disable=True)
+
+    def denoise(self, drawing: Drawing, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One picture's latent, packed: [1, tokens, 64]. Runs the model once for each of ``drawing.steps``."""
+        settings: dict[str, Any] = {
+            "prompt_embeds": text["prompt_embeds"][None].to(self.device),
+            "pooled_prompt_embeds": text["pooled"][None].to(self.device),
+            "width": drawing.width,
+            "height": drawing.height,
+            "num_inference_steps": drawing.steps,
+            "guidance_scale": drawing.guidance,
+            "generator": torch.Generator("cpu").manual_seed(drawing.seed),
+        }
+        return self.stock(**settings, output_type="latent").images
+
+    @torch.no_grad()
+    def decode(self, latent: torch.Tensor, drawing: Drawing) -> Image:
+        """The picture of a latent, by the last lines of FluxPipeline's own call."""
+        stock = self.stock
+        latent = stock._unpack_latents(latent, drawing.height, drawing.width, stock.vae_scale_factor)
+        latent = latent / stock.vae.config.scaling_factor + stock.vae.config.shift_factor
+        pixels = stock.vae.decode(latent, return_dict=False)[0]
+        return stock.image_processor.postprocess(pixels.nan_to_num(), output_type="pil")[0]
