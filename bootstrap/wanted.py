@@ -194,7 +194,7 @@ def _wanted_texts(job: Job, weights: Weights, training: Iterable[tuple[str, str]
     texts: dict[str, Text] = {}
     for text, owner in training:
         texts.setdefault(text_key(text, weights, job.t5_mask), Text(text, job.t5_mask, owner))
-    return prompt_texts(job.sample.drawings, weights) | texts
+    return texts | prompt_texts(job.sample.drawings, weights)
 
 
 def prompt_texts(drawings: Iterable[Drawing], weights: Weights) -> dict[str, Text]:
