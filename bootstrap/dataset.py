@@ -21,6 +21,7 @@ from bootstrap.buckets import bucket_of, cropped_away
 from bootstrap.caption_lists import CaptionListError, is_list, list_key, read_list
 from bootstrap.captions import Sidecars, decode_text, dressed, has_wildcards, shown
 from bootstrap.folders import Folder, named_repeats, walk
+from bootstrap.held_out import held_out, tried
 from bootstrap.images import ImageFacts
 from bootstrap.inspection import AT_ONCE, Remembered, in_order, look_at_all
 from bootstrap.links import LinkError
@@ -83,6 +84,7 @@ class Dataset:
     captions: int  # images with a caption file of their own
     notes: tuple[str, ...]  # lines for people
     parts: tuple[Part, ...]  # one for each entry of the job
+    held_out: tuple[Item, ...] = ()  # never trained on: what validation tries the model on
 
     def summary(self) -> DataSummary:
         counts: Counter[tuple[int, int]] = Counter()
@@ -97,22 +99,66 @@ def scan(job: Job, volume: Volume, progress: Progress | None = None, *, remember
 
     Raises JobError with all that is wrong with any of them.
     """
-    entries = [
-        _Entry(job, volume, entry, index, progress or (lambda line: None), remember)
-        for index, entry in enumerate(job.datasets)
-    ]
+    say = progress or (lambda line: None)
+    entries = [_Entry(job, volume, entry, f"datasets[{i}]", i, say, remember) for i, entry in enumerate(job.datasets)]
+    apart = [_apart(job, volume, say, remember)] if job.validation and job.validation.path else []
+    for entry in (*entries, *apart):
+        entry.look()
+    fraction = job.validation.fraction if job.validation else None
+    held = held_out((d for entry in entries for d in entry.digests), fraction) if fraction else frozenset()
     for entry in entries:
-        entry.read()
-    problems = [problem for entry in entries for problem in entry.problems]
+        entry.take(held)
+    for entry in apart:
+        entry.take(frozenset().union(*(other.digests for other in entries)))
+    problems = [problem for entry in (*entries, *apart) for problem in entry.problems]
+    kept = [item for entry in entries for item in entry.held_out] + [item for entry in apart for item in entry.items]
+    if not problems:
+        problems += _nothing_left(job, entries, apart)
     if problems:
         raise JobError(problems)
+    notes = [f"{shown_path(entry.entry.path)}: {note}" for entry in (*entries, *apart) for note in entry.notes]
+    if job.validation and kept:
+        notes.append(_of_validation(kept, tried(kept, job.validation.images)))
     return Dataset(
         items=tuple(item for entry in entries for item in entry.items),
         images=sum(entry.images for entry in entries),
         captions=sum(entry.captions for entry in entries),
         parts=tuple(entry.part() for entry in entries),
-        notes=tuple(f"{shown_path(entry.entry.path)}: {note}" for entry in entries for note in entry.notes),
+        notes=tuple(notes),
+        held_out=tuple(kept),
     )
+
+
+def _apart(job: Job, volume: Volume, progress: Progress, remember: bool) -> _Entry:
+    """Pictures of validation in a folder of their own: captions are dressed, and pictures cropped, as in the first
+    dataset."""
+    assert job.validation is not None
+    assert job.validation.path is not None
+    first = job.datasets[0]
+    changes = {"path": job.validation.path, "repeats": 1, "mask": ALPHA if first.mask == ALPHA else None}
+    entry = first.model_copy(update=changes)
+    return _Entry(job, volume, entry, "validation", 0, progress, remember)
+
+
+def _nothing_left(job: Job, entries: Sequence[_Entry], apart: Sequence[_Entry]) -> list[Problem]:
+    """What holding pictures out has left nothing of."""
+    problems = []
+    known = all(entry.digests for entry in entries)
+    if known and job.validation and job.validation.fraction and not any(entry.items for entry in entries):
+        told = f"{job.validation.fraction:g} holds out every picture: nothing is left to train on"
+        problems.append(Problem(told, "Write a smaller fraction, or use more pictures", key="validation.fraction"))
+    for entry in apart:
+        if entry.digests and not entry.items:
+            told = f"every picture of {entry.entry.path} is also trained on, so none of them can tell of others"
+            problems.append(Problem(told, "Take them out of the datasets, or name another folder", "validation.path"))
+    return problems
+
+
+def _of_validation(kept: Sequence[Item], used: Sequence[Item]) -> str:
+    pictures = len({item.digest for item in kept})
+    buckets = len({item.bucket for item in used})
+    sizes = f"{buckets} sizes" if buckets > 1 else "one size"
+    return f"validation: {pictures} pictures are held out of training; tried are {len(used)} images of {sizes}"
 
 
 @dataclass
@@ -122,12 +168,17 @@ class _Entry:
     job: Job
     volume: Volume
     entry: DatasetEntry
+    key: str  # of the job, for messages
     index: int  # among the job's datasets
     progress: Progress
     remember: bool
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
+    held_out: list[Item] = field(default_factory=list)
+    root: Path | None = None
+    folders: list[Folder] = field(default_factory=list)
+    facts: dict[str, dict[str, ImageFacts]] = field(default_factory=dict)  # of good pictures, by folder and name
     images: int = 0
     captions: int = 0
     skipped: int = 0
@@ -139,8 +190,8 @@ class _Entry:
     said: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
-    def key(self) -> str:
-        return f"datasets[{self.index}]"
+    def digests(self) -> frozenset[str]:
+        return frozenset(image.digest for found in self.facts.values() for image in found.values())
 
     def _root(self) -> Path | None:
         """The folder or zip of this dataset; None where it is not there, which is told."""
@@ -160,7 +211,8 @@ class _Entry:
             self.notes.append("is fetched when the job runs; what it holds is not known yet")
         return fetched
 
-    def read(self) -> None:
+    def look(self) -> None:
+        """Finds the folders and the good pictures in them."""
         root = self._root()
         if root is None:
             return
@@ -185,11 +237,17 @@ class _Entry:
                 why = Problem(told, key=f"{self.key}.path")
             self.problems.append(why)
             return
-        for folder in folders:
+        self.root, self.folders, self.facts = root, folders, facts
+
+    def take(self, held: frozenset[str]) -> None:
+        """Makes items of the pictures, those with these digests apart from the others."""
+        if self.root is None:
+            return
+        for folder in self.folders:
             self._read_lists(folder)
-        for folder in folders:
-            self._take(folder, facts.get(folder.name, {}))
-        self._tell_repeats(root, facts, folders)
+        for folder in self.folders:
+            self._take(folder, self.facts.get(folder.name, {}), held)
+        self._tell_repeats(self.root, self.facts, self.folders)
         self._tell_captions()
         self.notes += [f"{said}: {shown(names)}" for said, names in self.said.items()]
 
@@ -278,10 +336,10 @@ class _Entry:
             buckets=len({item.bucket for item in self.items}),
             per_epoch=sum(repeats),
             skipped=self.skipped,
-            fetched=bool(self.items),
+            fetched=bool(self.facts),
         )
 
-    def _take(self, folder: Folder, facts: dict[str, ImageFacts]) -> None:
+    def _take(self, folder: Folder, facts: dict[str, ImageFacts], held: frozenset[str]) -> None:
         """Adds the items of one folder, and notes the text files there that belong to none of them."""
         sidecars = Sidecars(folder.files)
         files = {name: sidecar for name in facts if (sidecar := sidecars.of(name)) is not None}
@@ -293,10 +351,11 @@ class _Entry:
                 text = claimed[sidecar]
             own = sidecar is not None or bool(text)
             text = text or self.entry.caption or folder.class_text
-            if not self._add_items(folder, name, image, text):
+            apart = image.digest in held
+            if not self._add_items(folder, name, image, text, self.held_out if apart else self.items):
                 continue
-            self.images += 1
-            self.captions += own
+            self.images += not apart
+            self.captions += own and not apart
             if not own:
                 self.said["without a caption"].append(_below(folder, name))
             for note in (*image.notes, *self._doubts(text)):
@@ -350,8 +409,9 @@ class _Entry:
         if self.entry.wildcards and unmatched(caption):
             yield "a { or } in the caption lacks its partner and is taken as it stands"
 
-    def _add_items(self, folder: Folder, name: str, image: ImageFacts, caption: str) -> bool:
-        """One item for each bucket that the picture has at the resolutions asked for; False where there is none."""
+    def _add_items(self, folder: Folder, name: str, image: ImageFacts, caption: str, to: list[Item]) -> bool:
+        """Adds to ``to`` one item for each bucket that the picture has at the resolutions asked for; False where there
+        is none."""
         path = _from_volume(folder.path / name, self.volume)
         if not _is_utf8(path):
             self._cannot_use(_below(folder, name), "its name is not UTF-8", "Rename it")
@@ -370,7 +430,7 @@ class _Entry:
                 self.said[f"so long that more than half is cropped away at {bucket[0]} x {bucket[1]}"].append(
                     _below(folder, name)
                 )
-            self.items.append(
+            to.append(
                 Item(
                     path=path,
                     digest=image.digest,

@@ -22,8 +22,15 @@ class Use(IntEnum):
     ADAPTER = 5
     CAPTION = 6
     CROP = 7
+    VALIDATION_LEVEL = 8
 
 
 def draw(seed: int, use: Use, step: int, place: int) -> np.random.Generator:
     """The numbers for one image: ``step`` counts optimizer updates from 0, ``place`` images within the global step."""
     return np.random.Generator(np.random.Philox(key=[seed, int(use)], counter=[0, 0, place, step]))
+
+
+def draw_of(digest: str, use: Use, level: int = 0) -> np.random.Generator:
+    """The numbers for a picture of validation, by its sha256, and one of its noise levels: the same at every step, and
+    in every run."""
+    return np.random.Generator(np.random.Philox(key=int(digest[:32], 16), counter=[0, 0, level, int(use)]))

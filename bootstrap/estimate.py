@@ -321,6 +321,11 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
     return compute + update + waiting
 
 
+def seconds_forward(work: Work, way: Arrangement, gpu: GpuModel, images: int) -> float:
+    """Of as many images, forward only."""
+    return images * work.forward / _rate(work, way, gpu)
+
+
 def _rate(work: Work, way: Arrangement, gpu: GpuModel) -> float:
     """Floating-point operations per second that training reaches."""
     share = EFFICIENCY_HOPPER if gpu.capability == (9, 0) else EFFICIENCY

@@ -14,7 +14,7 @@ from typing import Literal
 from bootstrap import estimate
 from bootstrap.estimate import Arrangement, Work, decimal, in_gib, in_time
 from bootstrap.flux_shape import FluxShape
-from bootstrap.gpus import find_gpu, has_bf16
+from bootstrap.gpus import GpuModel, find_gpu, has_bf16
 from bootstrap.pod import Gpu, Pod, lacks_shm
 from bootstrap.precision import Precision
 from bootstrap.reasons import Choice as Choice
@@ -94,11 +94,12 @@ class Prediction:
     images_per_second: float
     training: float  # seconds of all steps
     drawing: float  # seconds of all samples
+    validating: float  # seconds of all rounds of validation
     saving: float  # seconds of all saves, on a network volume
 
     @property
     def total(self) -> float:
-        return self.training + self.drawing + self.saving
+        return self.training + self.drawing + self.validating + self.saving
 
 
 def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
@@ -176,8 +177,18 @@ def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) 
         images_per_second=job.images_per_step / step,
         training=plan.steps * step,
         drawing=rounds * estimate.seconds_of_samples(work, plan.processes, slowest),
+        validating=_validating(job, plan, work, slowest),
         saving=saves * plan.state_bytes / estimate.VOLUME_SPEED,
     )
+
+
+def _validating(job: Job, plan: Plan, work: Work, gpu: GpuModel) -> float:
+    """Seconds of all rounds; those before saves, where they are not at the same steps, are not counted."""
+    if job.validation is None:
+        return 0.0
+    rounds = 1 + math.ceil(plan.steps / job.validation.every)
+    images = math.ceil(job.validation.images * job.validation.levels / plan.processes)
+    return rounds * estimate.seconds_forward(work, _way_of(plan), gpu, images)
 
 
 # ---------------------------------------------------------------- images, steps, disk
@@ -234,6 +245,8 @@ def disk_needed(job: Job, work: Work, steps: int, per_epoch: int) -> tuple[int, 
     weights = saves if job.save.weights == "all" else max(int(job.save.weights), job.save.states)
     if job.save.keep_every:
         weights += steps // job.save.keep_every
+    if job.validation and job.validation.keeps_best:
+        weights += 1
     most_weights, most_optimizers = min(saves, weights + 1), min(saves, job.save.states + 1)
     total = most_weights * work.weights_file + most_optimizers * work.optimizer
     return total, (
@@ -275,7 +288,8 @@ def _times(job: Job, pod: Pod, base: FluxShape, data: DataSummary, plan: Plan) -
     if found is None:
         why = "no estimate for a CPU" if plan.device == "cpu" else "this GPU is not in the table of known ones"
         return (Choice("speed", "not known", why),)
-    parts = {"training": found.training, "samples": found.drawing, "saves": found.saving}
+    parts = {"training": found.training, "samples": found.drawing, "validation": found.validating}
+    parts |= {"saves": found.saving}
     told = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in parts.items() if seconds)
     return (
         Choice(

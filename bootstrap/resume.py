@@ -62,11 +62,12 @@ def _go_back(folder: RunFolder, job: Job, step: int) -> list[str]:
         remedy = "Name another step, or delete the line"
         raise JobError([Problem(f"cannot go back to {step}: {error}", remedy, key="resume_from")]) from error
     samples = [path for path in folder.samples.glob("step-*.png") if _step_of(path) > step]
-    metrics = folder.metrics.with_name("metrics-before.jsonl")
-    if folder.metrics.exists():
-        shutil.copyfile(folder.metrics, metrics)  # the run cuts its own off at the step it goes on from
+    figures = []
+    for file in (folder.metrics, folder.validation):
+        if file.exists():  # the run cuts its own off at the step it goes on from
+            figures.append(shutil.copyfile(file, file.with_name(f"{file.stem}-before.jsonl")))
     # States last, the newest first: what a kill leaves is gone on with at the next start.
-    moved = set_aside([metrics, *samples, *(s.path for s in reversed(going))], folder.root)
+    moved = set_aside([*figures, *samples, *(s.path for s in reversed(going))], folder.root)
     steps = ", ".join(str(s.step) for s in going)
     return [f"going back to step {step}: the states of steps {steps}, their samples and figures lie in {moved} now"]
 

@@ -30,16 +30,20 @@ class RunFile:
     def cache(self) -> Path:
         return Volume(self.volume).cache
 
-    def write(self, items: tuple[Item, ...]) -> Path:
-        """Writes ``items.jsonl``, then ``run.json``, into the run's folder; gives the latter's path."""
-        lines = b"".join(_ITEM.dump_json(item) + b"\n" for item in items)
-        write_atomically(self.folder.items, lines)
+    def write(self, items: tuple[Item, ...], held_out: tuple[Item, ...] = ()) -> Path:
+        """Writes ``items.jsonl`` and ``held-out.jsonl``, then ``run.json``, into the run's folder; gives the latter's
+        path."""
+        for path, some in ((self.folder.items, items), (self.folder.held_out, held_out)):
+            write_atomically(path, b"".join(_ITEM.dump_json(item) + b"\n" for item in some))
         write_atomically(self.folder.run_file, _RUN.dump_json(self, indent=1))
         return self.folder.run_file
 
     def read_items(self) -> tuple[Item, ...]:
-        with self.folder.items.open("rb") as file:
-            return tuple(_ITEM.validate_json(line) for line in file)
+        return _read(self.folder.items)
+
+    def read_held_out(self) -> tuple[Item, ...]:
+        """What validation may try: never trained on."""
+        return _read(self.folder.held_out)
 
     @classmethod
     def read(cls, path: Path) -> RunFile:
@@ -48,3 +52,8 @@ class RunFile:
 
 _RUN = TypeAdapter(RunFile)
 _ITEM = TypeAdapter(Item)
+
+
+def _read(path: Path) -> tuple[Item, ...]:
+    with path.open("rb") as file:
+        return tuple(_ITEM.validate_json(line) for line in file)

@@ -41,6 +41,14 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class Validated:
+    """What validation found of a state's weights; comparable between those of the same ``pictures``."""
+
+    loss: float
+    pictures: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``state.json``."""
 
@@ -61,6 +69,7 @@ class Manifest:
     extents: tuple[Extent, ...] = field(default=())
     saved: str = ""  # when, UTC
     optimizer_args: dict[str, Any] | None = None
+    validation: Validated | None = None
     resume_from: int | None = None  # of the job that made it: the step that this line of states branches off at
 
 
@@ -201,20 +210,32 @@ def newest_whole(folder: Path) -> tuple[State | None, list[str]]:
     return None, notes
 
 
-def prune(folder: Path, newest: int, save: Save) -> None:
+def best_of(states: Iterable[State]) -> State | None:
+    """The state of the lowest validation loss, the first of several, among those that were tried on the pictures that
+    the newest was; None where none was tried."""
+    tried = [(state.manifest.validation, state) for state in sorted(states, key=lambda state: state.step)]
+    found = [(validated, state) for validated, state in tried if validated is not None]
+    alike = [(v.loss, state.step, state) for v, state in found if v.pictures == found[-1][0].pictures]
+    return min(alike, key=lambda each: each[:2])[2] if alike else None
+
+
+def prune(folder: Path, newest: int, save: Save, keep_best: bool = False) -> None:
     """Of the states up to step ``newest``, just saved, takes the optimizer from all but the last ``save.states``, and
-    removes all but the last ``save.weights`` and those at multiples of ``save.keep_every``.
+    removes all but the last ``save.weights``, those at multiples of ``save.keep_every`` and, with ``keep_best``, the
+    one of the lowest validation loss.
 
     One beyond ``newest`` is not counted: the run went on from an older one, because this one is damaged. A kill in the
     middle leaves a valid checkpoint with a file too many, or a hidden folder, which the next call takes away.
     """
     remove_leftovers(folder)
     states = [state for state in list_states(folder)[0] if state.step <= newest]
+    best = best_of(states) if keep_best else None
     states.reverse()
     for place, state in enumerate(states):
         if place < save.states:
             continue
-        stays = save.weights == "all" or place < save.weights or (save.keep_every and state.step % save.keep_every == 0)
+        stays = save.weights == "all" or place < save.weights or state is best
+        stays = stays or bool(save.keep_every and state.step % save.keep_every == 0)
         if stays:
             thin(state)
         else:

@@ -63,6 +63,14 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def held_out(self) -> Path:
+        return self.root / "held-out.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.root / "validation.jsonl"
+
+    @property
     def log(self) -> Path:
         return self.root / "log.txt"
 

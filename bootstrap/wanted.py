@@ -13,13 +13,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from bootstrap.buckets import Box, crop_box, shifted_crop_box
 from bootstrap.captions import draw_text, every_text
 from bootstrap.dataset import Item
-from bootstrap.draws import Use, draw
+from bootstrap.draws import Use, draw, draw_of
+from bootstrap.held_out import tried
 from bootstrap.order import StepOrder
 from bootstrap.plan import Plan
 from bootstrap.weights import Weights
@@ -118,6 +120,16 @@ def crops_of(item: Item, entry: DatasetEntry) -> tuple[Crop, ...]:
     return tuple(Crop(box, mirrored) for box in boxes for mirrored in ((False, True) if entry.flip else (False,)))
 
 
+def text_tried(job: Job, item: Item) -> str:
+    """The text that a picture of validation is tried with, every time: one of those that its caption can be."""
+    return draw_text(item.caption, job.datasets[item.dataset], draw_of(item.digest, Use.CAPTION))
+
+
+def crop_tried(job: Job, item: Item) -> Crop:
+    """The crop of a picture of validation, every time."""
+    return crops_of(item, job.datasets[item.dataset])[0]
+
+
 def _dropout(job: Job, entry: DatasetEntry) -> float:
     return job.caption_dropout if entry.caption_dropout is None else entry.caption_dropout
 
@@ -135,10 +147,19 @@ class Wanted:
     drawn: bool = False  # the captions have more texts than the run shows images: only those it will draw are wanted
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, items: Sequence[Item], weights: Weights) -> Wanted:
+    def of(cls, job: Job, plan: Plan, items: Sequence[Item], weights: Weights, held_out: Sequence[Item] = ()) -> Wanted:
+        """Of the images trained on, and of those ``held_out`` that validation tries."""
         every = _every_text(job, items, most=max(len(items), plan.steps * job.images_per_step))
-        texts = _wanted_texts(job, weights, _drawn_texts(job, plan, items) if every is None else every)
-        return cls(texts, _wanted_crops(job, items, weights), _wanted_masks(job, items), drawn=every is None)
+        training = _drawn_texts(job, plan, items) if every is None else every
+        others = tried(held_out, job.validation.images) if job.validation else ()
+        texts = _wanted_texts(job, weights, chain(training, ((text_tried(job, item), item.path) for item in others)))
+        crops, masks = _wanted_crops(job, items, weights), _wanted_masks(job, items)
+        for item in others:
+            crop = CroppedItem(item, crop_tried(job, item))
+            crops.setdefault(latent_key(item, crop.crop, weights), crop)
+            if item.mask:
+                masks.setdefault(mask_key(item, crop.crop), crop)
+        return cls(texts, crops, masks, drawn=every is None)
 
     def beyond(self, there: Container[str]) -> Wanted:
         """What is not there yet."""

@@ -19,7 +19,7 @@ from bootstrap.bases import EMBEDDED
 from bootstrap.manifest import MANIFEST, Manifest, repo_folder
 from bootstrap.outcome import DONE, Outcome
 from bootstrap.remote import find_fetched, is_remote, parse_hub
-from bootstrap.state import OPTIMIZER_FILE, SET_ASIDE, State, list_states, thin
+from bootstrap.state import OPTIMIZER_FILE, SET_ASIDE, State, best_of, list_states, thin
 from bootstrap.volume import RunFolder, Volume, read_json
 from jobs import yaml12
 from jobs.problem import JobError
@@ -214,7 +214,8 @@ def _caches(volume: Volume, days: float, now: float) -> Iterator[Removable]:
 
 
 def _states(run: RunFolder, now: float) -> Iterator[Removable]:
-    """Of a run that is done: its output stays, its newest weights stay, every sample and number stays."""
+    """Of a run that is done: its output stays, its newest weights and those of the lowest validation loss stay, every
+    sample and number stays."""
     for leftover in _entries(run.states):
         if leftover.name.startswith(".step-") and leftover.is_dir() and _age(leftover, now) >= LEFT:
             yield _tree("states", leftover, "a save that was not finished", now)
@@ -226,7 +227,8 @@ def _states(run: RunFolder, now: float) -> Iterator[Removable]:
     if outcome is None or outcome.code != DONE or waits or run.states.is_symlink():
         return
     states = [state for state in list_states(run.states)[0] if not state.path.is_symlink()]
-    for state in states[:-1]:
+    best = best_of(states)
+    for state in (state for state in states[:-1] if state is not best):
         what = f"weights of step {state.step}, of a run that is done"
         yield _tree("states", state.path, what, now, hide=True)
     for state in states[-1:]:

@@ -260,6 +260,7 @@ class PodLoop:
         """What the job names on the volume, there or not: its pictures and masks, and the weights it starts from."""
         named: list[str | None] = [entry.path for entry in job.datasets]
         named += [entry.mask for entry in job.datasets if entry.mask != ALPHA]
+        named += [job.validation.path] if job.validation else []
         named += [job.base, job.vae, job.lora.start if job.lora else None]  # where an id on the hub leads is nothing
         if job.text_encoders:
             named += [job.text_encoders.clip, job.text_encoders.t5]

@@ -20,7 +20,7 @@ from pathlib import Path
 from bootstrap import clocks
 from bootstrap.bases import Base, parse_base
 from bootstrap.cache import Cache
-from bootstrap.dataset import Item, scan
+from bootstrap.dataset import Dataset, scan
 from bootstrap.download import refuse_unreadable
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.manifest import find_fetched
@@ -254,16 +254,16 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
     folder.outcome.unlink(missing_ok=True)
     write_atomically(folder.job, loaded.text)
     with running.stop.at_once():
-        run, items = prepare(job, running)
+        run, dataset = prepare(job, running)
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
         outcome = Outcome(DONE, f"{job.name} is done already", run.plan.steps)
         outcome.write(folder.outcome)
         return outcome
-    encode(run, items, running)
+    encode(run, dataset, running)
     return train(run, running)
 
 
-def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
+def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
     job = with_prompts(job, volume)
@@ -290,8 +290,8 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, tuple[Item, ...]]:
     state = state_to_go_on_from(job, plan, running)
     refuse_without_room(plan, job, running.folder, pod.disk_free)
     run = RunFile(job, plan, weights, volume.root, state.path if state else None)
-    run.write(dataset.items)
-    return run, dataset.items
+    run.write(dataset.items, dataset.held_out)
+    return run, dataset
 
 
 def pod_of_this_run(facts: VolumeFacts, running: Running) -> Pod:
@@ -348,14 +348,14 @@ def _without_a_whole_state(job: Job, plan: Plan, running: Running) -> State | No
     raise JobError([Problem(told, remedy, key="name")])
 
 
-def encode(run: RunFile, items: tuple[Item, ...], running: Running) -> None:
+def encode(run: RunFile, dataset: Dataset, running: Running) -> None:
     """Latents and text outputs that the cache lacks, before any process group exists, spread over the GPUs."""
     with running.stop.at_once():
         cache = Cache(run.cache)
         for note in cache.notes:
             running.say(f"cache: {note}")
         cache.tidy()
-        wanted = Wanted.of(run.job, run.plan, items, run.weights)
+        wanted = Wanted.of(run.job, run.plan, dataset.items, run.weights, dataset.held_out)
         missing = wanted.beyond(cache)
     if wanted.drawn:
         running.say("data: the captions have more texts than the run shows images; those that it will draw are cached")

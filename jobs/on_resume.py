@@ -54,6 +54,7 @@ _ENCODED = "what the cache lacks is encoded before training goes on; the order o
 _CURVE = "the rate of a step is that of the new curve, as if it had always been so"
 _PLAN = "the next start plans anew; numbers stay the same but for the order of sums"
 _SAMPLES = "from the next samples on"
+_ROUNDS = "from the next round on; rounds of other pictures or levels are not compared"
 _SAVES = "from the next save on"
 
 # Of datasets: what pictures look like, what captions say, and what only weighs them.
@@ -118,6 +119,12 @@ ROWS: dict[str, Row] = {
     "sample.steps": Row(_SAMPLES),
     "sample.guidance": Row(_SAMPLES),
     "sample.seed": Row(_SAMPLES),
+    "validation.fraction": Row("at the next start; what was trained on before and is held out now tells less"),
+    "validation.path": Row(_ROUNDS),
+    "validation.every": Row(_ROUNDS),
+    "validation.images": Row(_ROUNDS),
+    "validation.levels": Row(_ROUNDS),
+    "validation.best": Row(_SAVES + "; what is gone does not come back"),
     "gpus": Row(_PLAN),
     "least_speed": Row("at the next start, which measures the pod"),
     "when_done": Row("at the end of the run"),

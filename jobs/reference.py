@@ -22,6 +22,7 @@ from jobs.unknown import section_of
 
 FOLDER = Path(__file__).parent
 METHOD = "lora"  # of the reference; keys that have no effect with it stand there as remarks
+_OFF = ("text_encoders", "validation")  # groups that a job has only where they are written
 WIDTH = 110
 
 _HEAD = """\
@@ -59,7 +60,7 @@ def _written(kind: type[Section], path: rules.Path) -> dict[str, Any]:
         many, inner = section_of(field.annotation)
         if inner is not None:
             inside = _written(inner, (*path, name))
-            if name != "text_encoders" and inside:
+            if name not in _OFF and inside:
                 values[name] = [inside] if many else inside
         elif _default(field) not in (None, {}, ()) and not field.is_required():
             values[name] = _default(field)

@@ -23,7 +23,20 @@ class Finding(NamedTuple):
 
 def contradictions(written: Mapping[str, Any]) -> list[Finding]:
     """Errors between keys. Values may still be of a wrong kind here: those are reported elsewhere and ignored."""
-    checks = (_length, _method, _noise, _base, _optimizer, _schedule, _sample, _save, _gpus, _buckets, _datasets)
+    checks = (
+        _length,
+        _method,
+        _noise,
+        _base,
+        _optimizer,
+        _schedule,
+        _sample,
+        _save,
+        _validation,
+        _gpus,
+        _buckets,
+        _datasets,
+    )
     return [finding for check in checks for finding in check(written)]
 
 
@@ -134,6 +147,17 @@ def _save(written: Mapping[str, Any]) -> Iterator[Finding]:
     elif steps and kept % steps:
         message = f"{kept} is no multiple of every, {steps}, so that no state is saved there"
         yield Finding(("save", "keep_every"), message, f"Write {max(1, round(kept / steps)) * steps}, for example")
+
+
+def _validation(written: Mapping[str, Any]) -> Iterator[Finding]:
+    validation = _group(written, "validation")
+    path = validation.get("path")
+    if path is not None and validation.get("fraction") is not None:
+        message = "has no effect with path: the pictures in that folder are tried"
+        yield Finding(("validation", "fraction"), message, "Delete one of the two")
+    if isinstance(path, str) and "://" in path:
+        message = "is not on the volume, and pictures of validation are not fetched"
+        yield Finding(("validation", "path"), message, "Put a folder or zip on the volume, or write fraction: 0.1")
 
 
 def _gpus(written: Mapping[str, Any]) -> Iterator[Finding]:

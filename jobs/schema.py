@@ -21,6 +21,7 @@ from jobs.values import (
     AnyText,
     BadImages,
     BasePrecision,
+    BestState,
     BucketStep,
     Count,
     CropFocus,
@@ -354,6 +355,66 @@ class Sample(Section):
         return Drawing(text, **shared | own)
 
 
+class Validation(Section):
+    """Pictures that are never trained on, and how the model is tried on them: whether it learns or learns by heart."""
+
+    fraction: Number | None = key(
+        doc="Share of the pictures that is held out of training, above 0 to 0.5. Each picture's own bytes decide, so "
+        "added ones change nothing for the others; one picture is held out at least.",
+        why="Enough to tell, and little is lost; with fewer than 30 pictures give a path to others.",
+        example=0.1,
+        left_out="0.1, or none where path is given",
+        gt=0,
+        le=0.5,
+    )
+    path: FilePath | None = key(
+        None,
+        doc="In place of fraction: a folder or zip on the volume with pictures of the same kind that are not trained "
+        "on. Its captions and crops are made as those of the first dataset.",
+        example="datasets/paper-flowers-held-out",
+        left_out="a fraction of the pictures is held out",
+    )
+    every: Count = key(
+        250,
+        doc="Steps between two rounds. One comes before the first step, and one at the end.",
+        why="With the defaults a round takes as long as training on about 20 images.",
+        ge=1,
+    )
+    images: Count = key(
+        16,
+        doc="How many images a round tries at most, of all training sizes.",
+        why="Noise is the same in every round, so few images tell small changes.",
+        ge=1,
+        le=10_000,
+    )
+    levels: Count = key(
+        4,
+        doc="Noise levels at which each image is tried, spread evenly from clean to pure noise.",
+        why="One for each band that the log tells.",
+        ge=1,
+        le=100,
+    )
+    best: BestState = key(
+        "tell",
+        doc="What becomes of the saved state with the lowest validation loss: tell only names it, keep keeps its "
+        "weights whatever save.weights says, output makes it the finished file, too. Except with tell, a round comes "
+        "before every save.",
+        why="The lowest loss is not always the picture one likes best: look at the samples.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, written: Any) -> Any:
+        if not isinstance(written, Mapping):
+            return written
+        held = {} if written.get("path") is not None or written.get("fraction") is not None else {"fraction": 0.1}
+        return {"fraction": None} | dict(written) | held
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.best != "tell"
+
+
 class Notify(Section):
     """Addresses that hear how a run ended."""
 
@@ -631,6 +692,13 @@ class Job(Section):
         left_out="the defaults below",
     )
     sample: Sample = key(Sample(), doc="Pictures drawn during training.", left_out="no samples")
+    validation: Validation | None = key(
+        None,
+        doc="Pictures that are held out of training, and tried now and then: their loss tells when the model begins to "
+        "learn the others by heart. Write validation: {} for the defaults.",
+        why="Few have pictures to spare.",
+        left_out="no validation",
+    )
     gpus: Count | None = key(
         None,
         doc="How many GPUs to use.",

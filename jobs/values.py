@@ -353,6 +353,7 @@ TimestepSampling = Annotated[
 ]
 WhenDone = Annotated[Literal["idle", "stop", "terminate"], one_of("idle", "stop", "terminate")]
 BadImages = Annotated[Literal["fail", "skip"], one_of("fail", "skip")]
+BestState = Annotated[Literal["tell", "keep", "output"], one_of("tell", "keep", "output")]
 OnError = Annotated[Literal["go-on", "stop"], one_of("go-on", "stop")]
 Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
 BasePrecision = Annotated[Literal["bf16", "int8", "fp8", "nf4"], one_of(*BASE_PRECISIONS)]

@@ -136,9 +136,9 @@ def prepared(volume: Volume, resume: State | None = None, **keys: Any) -> RunFil
     plan = replace(make_plan(job, POD, weights.shape, dataset.summary()), threads=1)
     run = RunFile(job, plan, weights, volume.root, resume.path if resume else None)
     assert not run.folder.root.exists(), f"there is a run called {job.name} already"
-    run.write(dataset.items)
+    run.write(dataset.items, dataset.held_out)
     cache = Cache(run.cache)
-    if Wanted.of(job, plan, dataset.items, weights).beyond(cache):
+    if Wanted.of(job, plan, dataset.items, weights, dataset.held_out).beyond(cache):
         log = run.folder.log
         assert finish([start(_encode, run.folder.run_file, log=log)], log) == [0], log.read_text()
     return run

@@ -36,6 +36,7 @@ from bootstrap.state import (
     Manifest,
     State,
     StateError,
+    Validated,
     folder_name,
     is_ours,
     prune,
@@ -80,6 +81,7 @@ class Writing:
     layouts: list[Layout]
     scalars: dict[str, object]
     begun: float
+    validated: Validated | None = None
     stood_still: float = 0.0  # seconds that training waited for it
     extents: list[Extent] = field(default_factory=list)
     failure: Exception | None = None
@@ -113,7 +115,14 @@ class Saver:
         """Whether this process is still writing; no process need be asked to know it."""
         return self.writing is not None and self.writing.busy
 
-    def begin(self, step: int, tensors: list[Trained], optimizer: Optimizer, metadata: Mapping[str, str]) -> None:
+    def begin(
+        self,
+        step: int,
+        tensors: list[Trained],
+        optimizer: Optimizer,
+        metadata: Mapping[str, str],
+        validated: Validated | None = None,
+    ) -> None:
         """Takes the state after ``step`` updates: copied, and being written, or written when it returns.
 
         Raises, on all processes alike, NonFiniteError where a weight is no number, and OSError; nothing half-written is
@@ -130,7 +139,7 @@ class Saver:
         ]
         together(world, lambda: refuse_non_finite(layouts))
         part = self.run.folder.states / f".{folder_name(step)}.part"
-        self.writing = writing = Writing(step, part, layouts, scalars, begun)
+        self.writing = writing = Writing(step, part, layouts, scalars, begun, validated)
         with self._discarding():
             together(world, lambda: begin_folder(part) if world.leads else None)
             if self.many_writers is None:
@@ -224,6 +233,7 @@ class Saver:
             extents=tuple(sorted(heads + extents, key=lambda e: (e.file, e.offset))),
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizer_args=job.optimizer_args,
+            validation=writing.validated,
             resume_from=job.resume_from,
         )
 
@@ -260,7 +270,8 @@ def _publish(part: Path, final: Path, manifest: Manifest, run: RunFile) -> None:
     _rename(part, final)
     flush_folder(final.parent)
     try:
-        prune(final.parent, manifest.step, run.job.save)
+        keep_best = run.job.validation is not None and run.job.validation.keeps_best
+        prune(final.parent, manifest.step, run.job.save, keep_best)
     except OSError as error:
         log.warning("older states could not be removed: %s. The new one stands; the next save tries again.", error)
 

@@ -7,18 +7,19 @@ container's small /dev/shm is no matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
 from bootstrap.cache import Cache
 from bootstrap.dataset import Item
-from bootstrap.draws import Use, draw
+from bootstrap.draws import Use, draw, draw_of
 from bootstrap.order import Step, StepOrder
 from bootstrap.run_file import RunFile
-from bootstrap.wanted import Crop, crop_at, latent_key, mask_key, text_at, text_key
+from bootstrap.wanted import Crop, crop_at, crop_tried, latent_key, mask_key, text_at, text_key, text_tried
 from jobs.schema import Job
 from trainer.flow import image_ids, mask_weights, noise_level, pack
 from trainer.order import Pass, share_out
@@ -112,10 +113,18 @@ class TrainingData:
         images = [
             self.example(index, place, self.items[item]) for place, item in zip(share.places, share.items, strict=True)
         ]
+        return self.stacked(images, share.bucket, [self.weight(self.items[item]) for item in share.items])
+
+    def weight(self, item: Item) -> float:
+        return self.job.datasets[item.dataset].weight
+
+    def stacked(
+        self, images: Sequence[dict[str, torch.Tensor]], bucket: tuple[int, int], weights: Sequence[float]
+    ) -> Batch:
+        """Images of one bucket as a batch, in pinned memory where there is a GPU."""
         stacked = {name: torch.stack([image[name] for image in images]) for name in images[0]}
-        width, height = share.bucket
-        weights = torch.tensor([self.job.datasets[self.items[item].dataset].weight for item in share.items])
-        batch = Batch(image_ids=image_ids(height // 8, width // 8), weights=weights, **stacked)
+        width, height = bucket
+        batch = Batch(image_ids=image_ids(height // 8, width // 8), weights=torch.tensor(weights), **stacked)
         return batch.pinned() if self.pin else batch
 
     def _dummy(self, index: int, shares: Sequence[Pass | None]) -> Batch:
@@ -129,20 +138,34 @@ class TrainingData:
     def example(self, step: int, place: int, item: Item) -> dict[str, torch.Tensor]:
         """One image as it is seen at (step, place): its latent, noise, noise level and caption."""
         job, seed = self.job, self.job.seed
-        crop = crop_at(job, item, step, place)
-        cached = self.cache.read(latent_key(item, crop, self.weights))
-        mean, spread = cached["mean"].float(), cached["spread"].float()
-        within = torch.from_numpy(draw(seed, Use.LATENT, step, place).standard_normal(mean.shape, dtype="float32"))
-        latent = (mean + spread * within - self.latents.shift) * self.latents.scale
-        noise = torch.from_numpy(draw(seed, Use.NOISE, step, place).standard_normal(mean.shape, dtype="float32"))
+        width, height = item.bucket
         sigma = noise_level(
             draw(seed, Use.NOISE_LEVEL, step, place),
             job.timestep_sampling,
-            mean.shape[-1] * mean.shape[-2] // 4,
+            width // 16 * (height // 16),
             discrete_flow_shift=job.discrete_flow_shift,
             sigmoid_scale=job.sigmoid_scale,
         )
-        text = self.cache.read(text_key(text_at(job, item, step, place), self.weights, job.t5_mask))
+        crop, text = crop_at(job, item, step, place), text_at(job, item, step, place)
+        return self._mixed(item, crop, text, sigma, lambda use: draw(seed, use, step, place))
+
+    def tried(self, item: Item, level: int, levels: int) -> dict[str, torch.Tensor]:
+        """One image of validation at the ``level``-th of its noise levels, of which each of ``levels`` equal parts of 0
+        to 1 has one: the same at every step, in every run."""
+        sigma = (level + draw_of(item.digest, Use.VALIDATION_LEVEL, level).random()) / levels
+        crop, text = crop_tried(self.job, item), text_tried(self.job, item)
+        return self._mixed(item, crop, text, sigma, lambda use: draw_of(item.digest, use, level))
+
+    def _mixed(
+        self, item: Item, crop: Crop, caption: str, sigma: float, chance: Callable[[Use], np.random.Generator]
+    ) -> dict[str, torch.Tensor]:
+        """An image with noise of level ``sigma``, what is to be predicted, and its caption."""
+        cached = self.cache.read(latent_key(item, crop, self.weights))
+        mean, spread = cached["mean"].float(), cached["spread"].float()
+        within = torch.from_numpy(chance(Use.LATENT).standard_normal(mean.shape, dtype="float32"))
+        latent = (mean + spread * within - self.latents.shift) * self.latents.scale
+        noise = torch.from_numpy(chance(Use.NOISE).standard_normal(mean.shape, dtype="float32"))
+        text = self.cache.read(text_key(caption, self.weights, self.job.t5_mask))
         return {
             "noisy": pack(((1 - sigma) * latent + sigma * noise)[None])[0].to(torch.bfloat16),
             "target": pack((noise - latent)[None])[0],

@@ -252,7 +252,7 @@ def encode_part(run: RunFile, part: int, parts: int) -> None:
     """
     items = run.read_items()
     cache = Cache(run.cache)
-    wanted = Wanted.of(run.job, run.plan, items, run.weights)
+    wanted = Wanted.of(run.job, run.plan, items, run.weights, run.read_held_out())
     texts = _missing(list(wanted.texts.items())[part::parts], cache)
     pictures = _missing_by_picture(wanted.crops, part, parts, cache)
     masks = _missing_by_picture(wanted.masks, part, parts, cache)

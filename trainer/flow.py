@@ -72,12 +72,17 @@ def mask_weights(mask: torch.Tensor, floor: float, normalize: bool) -> torch.Ten
     return pack(weights[None, None])[0]
 
 
-def loss_sum(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum over images of weight x mean squared error, in float32.
+def image_losses(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Each image's mean squared error in float32: [batch].
 
     ``prediction`` and ``target`` are [batch, tokens, channels * 4] as ``pack`` makes them, ``mask`` (what each place of
-    the latent counts) [batch, tokens, 4], ``weights`` [batch].
+    the latent counts) [batch, tokens, 4].
     """
     squared = (prediction.float() - target.float()).square()
     by_place = squared.unflatten(2, (-1, 4)).mean(dim=2)
-    return ((by_place * mask).mean(dim=(1, 2)) * weights).sum()
+    return (by_place * mask).mean(dim=(1, 2))
+
+
+def loss_sum(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum over images of weight x loss; ``weights`` is [batch]."""
+    return (image_losses(prediction, target, mask) * weights).sum()

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from bootstrap.validation import BANDS, band_name
 from bootstrap.volume import RunFolder, write_atomically
 from trainer.world import World
 
@@ -22,6 +24,34 @@ log = logging.getLogger(__name__)
 
 class NonFiniteLossError(ArithmeticError):
     """The loss or its gradient became NaN or infinite; the message says at which step."""
+
+
+class StepSums:
+    """What a step adds up over its passes and, in one message, over the processes; on the device, where nothing waits
+    for it. What each process has to tell of itself stands in a place of its own.
+
+    ``values``: the loss; of each band of noise levels the sum of weight x loss, and of the weights; of each process its
+    memory in GiB, and the seconds it waited for data.
+    """
+
+    def __init__(self, world: World, waited: float = 0.0):
+        self.values = torch.zeros(1 + 2 * BANDS + 2 * world.size, device=world.device)
+        if world.device.type == "cuda":
+            self.values[1 + 2 * BANDS + world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
+        self.values[1 + 2 * BANDS + world.size + world.rank] = waited
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self.values[0]
+
+    def add(self, loss: torch.Tensor, each: torch.Tensor, weights: torch.Tensor, sigma: torch.Tensor) -> None:
+        """One pass: its share of the step's loss, and of each image its loss, weight and noise level, all [batch]."""
+        self.values[0] += loss.detach()
+        band = (sigma * BANDS).long().clamp(0, BANDS - 1)
+        # Not by a product with 0 and 1: a loss that is no number stays in its own band. A dummy weighs nothing.
+        mine = (band[None] == torch.arange(BANDS, device=band.device)[:, None]) & (weights > 0)
+        self.values[1 : 1 + BANDS] += torch.where(mine, each.detach() * weights, 0.0).sum(dim=1)
+        self.values[1 + BANDS : 1 + 2 * BANDS] += torch.where(mine, weights, 0.0).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -34,12 +64,14 @@ class StepRecord:
     learning_rate: float
     images: int
     skipped: torch.Tensor  # parts of tensors whose gradient was no number, over all processes; a scalar, on its device
+    sums: torch.Tensor | None = None  # the values of its StepSums, over all processes
     seconds: float = 0.0  # since the step before; set by Metrics
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """A step's numbers on their way to the host: loss, gradient's length (0 where there is none), skipped parts."""
+    """A step's numbers on their way to the host: loss, gradient's length (0 where there is none), skipped parts, and
+    its sums."""
 
     record: StepRecord
     numbers: torch.Tensor
@@ -50,6 +82,8 @@ class _Figures:
         """Not by ``item()``, which waits for everything that is queued behind them too: the whole next step."""
         norm = torch.zeros_like(record.loss) if record.grad_norm is None else record.grad_norm
         numbers = torch.stack([record.loss.float(), norm.float(), record.skipped.float()])
+        if record.sums is not None:
+            numbers = torch.cat([numbers, record.sums])
         if numbers.device.type != "cuda":
             return cls(record, numbers, None)
         numbers = numbers.to("cpu", non_blocking=True)
@@ -57,11 +91,11 @@ class _Figures:
         arrived.record()
         return cls(record, numbers, arrived)
 
-    def read(self) -> tuple[float, float | None, int]:
+    def read(self) -> tuple[float, float | None, int, list[float]]:
         if self.arrived:
             self.arrived.synchronize()
-        loss, norm, skipped = self.numbers.tolist()
-        return loss, None if self.record.grad_norm is None else norm, int(skipped)
+        loss, norm, skipped, *sums = self.numbers.tolist()
+        return loss, None if self.record.grad_norm is None else norm, int(skipped), sums[1:]
 
 
 class Metrics:
@@ -80,6 +114,7 @@ class Metrics:
         self.writes = world.leads
         if self.writes:
             cut_after(folder.metrics, start)
+            self.path = folder.metrics
             self.file = folder.metrics.open("a", encoding="utf-8")
             self.board = SummaryWriter(str(folder.tensorboard), purge_step=start + 1)
         self.on_gpu = world.device.type == "cuda"
@@ -103,13 +138,26 @@ class Metrics:
             self.file.flush()
             os.fsync(self.file.fileno())
 
+    def means_since(self, step: int) -> tuple[tuple[float | None, ...], tuple[float, ...]]:
+        """Of all steps after ``step`` that are written down: the mean loss of each band of levels, and the images that
+        it is of. Read from the file, which a run that goes on has, too."""
+        sums, images = [0.0] * BANDS, [0.0] * BANDS
+        for line in _lines(self.path):
+            losses, counts = line.get("loss_by_level", ()), line.get("images_by_level", ())
+            for band, (loss, count) in enumerate(zip(losses, counts, strict=True)):
+                if loss is not None and line["step"] > step and "skipped" not in line:
+                    sums[band] += loss * count
+                    images[band] += count
+        means = (total / count if count else None for total, count in zip(sums, images, strict=True))
+        return tuple(means), tuple(round(count, 4) for count in images)
+
     def restart_clock(self) -> None:
         """Leaves out of images_per_s what was spent on saving or sampling since the last step."""
         self.last_time = time.monotonic()
 
     def _write(self, figures: _Figures) -> None:
         record = figures.record
-        loss, norm, skipped = figures.read()
+        loss, norm, skipped, sums = figures.read()
         self.wrong = wrong = what_is_wrong(record.step, loss, norm, skipped)
         self.in_a_row = self.in_a_row + 1 if wrong else 0
         if wrong and self.writes:
@@ -128,18 +176,41 @@ class Metrics:
             line["grad_norm"] = norm if math.isfinite(norm) else None
         if wrong:
             line["skipped"] = wrong
-        if self.on_gpu:
-            line["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        if sums:
+            line |= self._of_sums(sums)
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-        for name, value in line.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self.board.add_scalar(f"train/{name}", value, record.step)
+        for name, value in scalars(line):
+            self.board.add_scalar(f"train/{name}", value, record.step)
+
+    def _of_sums(self, sums: list[float]) -> dict[str, Any]:
+        losses, weights, told = sums[:BANDS], sums[BANDS : 2 * BANDS], sums[2 * BANDS :]
+        memory, waited = told[: len(told) // 2], told[len(told) // 2 :]
+        means = [loss / weight if weight > 0 else None for loss, weight in zip(losses, weights, strict=True)]
+        line: dict[str, Any] = {
+            "loss_by_level": [mean if mean is not None and math.isfinite(mean) else None for mean in means],
+            "images_by_level": [round(weight, 4) for weight in weights],
+            "data_wait_s": round(max(waited), 4),
+        }
+        if self.on_gpu:
+            line["memory_gib"] = [round(gib, 2) for gib in memory]
+        return line
 
     def close(self) -> None:
         if self.writes:
             self.file.close()
             self.board.close()
+
+
+def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a line of ``metrics.jsonl`` as curves: a list is one curve for each band of levels, or GPU."""
+    for name, value in line.items():
+        if name in ("step", "images_by_level"):
+            continue
+        for place, each in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(each, (int, float)):
+                of = "" if place is None else f"/{band_name(place) if name == 'loss_by_level' else f'gpu-{place}'}"
+                yield f"{name}{of}", each
 
 
 def what_is_wrong(step: int, loss: float, norm: float | None, skipped: int) -> str:
@@ -157,11 +228,15 @@ def cut_after(path: Path, step: int) -> None:
     """Drops the lines of steps beyond ``step``, and a last line that a kill left half-written."""
     if not path.exists():
         return
-    kept = []
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= step))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines that have a step."""
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(text)["step"] <= step:
-                kept.append(text + "\n")
+            line = json.loads(text)
+            if isinstance(line["step"], int):
+                yield line
         except (ValueError, KeyError, TypeError):
             continue
-    write_atomically(path, "".join(kept))

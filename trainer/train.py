@@ -25,17 +25,17 @@ from diffusers import FluxTransformer2DModel
 from bootstrap import clocks
 from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome, PodError
 from bootstrap.run_file import RunFile
-from bootstrap.state import State, StateError, read_state
+from bootstrap.state import State, StateError, Validated, best_of, list_states, read_state
 from bootstrap.tensor_files import TensorFileError
 from bootstrap.volume import Volume
 from jobs.problem import JobError
 from trainer.adapter import AdapterError
 from trainer.checkpoint import Saver, load_adapter, load_optimizer, publish_output
 from trainer.data import Latents, StepData, TrainingData
-from trainer.flow import loss_sum
+from trainer.flow import image_losses
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
-from trainer.metrics import Metrics, NonFiniteLossError, StepRecord
+from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, StepSums
 from trainer.model import build_model, fill, keep_gathered, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
 from trainer.requests import Requests
@@ -45,6 +45,7 @@ from trainer.self_check import choose_attention
 from trainer.state_files import NonFiniteError
 from trainer.streamed import StreamedWeights
 from trainer.trained import Trained, local, trained_tensors
+from trainer.validation import Validator
 from trainer.world import World, join_world
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def train(t: Training) -> Outcome:
     if t.start == 0 and t.sampler.due(0):
         t.sampler.draw(0)
         t.metrics.restart_clock()
+    if t.start == 0:
+        t.validate(0)
     if t.rest(t.start):
         return t.stopped(t.start)
     for done in t.steps():
@@ -63,7 +66,9 @@ def train(t: Training) -> Outcome:
             t.publish()
         if asked.stop and done < t.last:
             return t.stopped(done)
-        if done == t.last or asked.save or asked.pause or t.postponed:
+        saving = done == t.last or asked.save or asked.pause or t.postponed
+        t.validate(done, saving)
+        if saving:
             t.save(done)
         if asked.pause and done < t.last and t.rest(done):
             return t.stopped(done)
@@ -87,11 +92,13 @@ class Training:
     schedule: Schedule
     metrics: Metrics
     sampler: Sampler
+    validator: Validator
     requests: Requests
     saver: Saver
     start: int  # updates done before this process began
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
     postponed: bool = field(default=False, init=False)  # a save was due after a step that was no number
+    validated: tuple[int, Validated | None] = field(default=(-1, None), init=False)  # of which step, and what was found
 
     @property
     def streamed_weights(self) -> StreamedWeights | None:
@@ -130,11 +137,10 @@ class Training:
         start = state.step if state else 0
         schedule = make_schedule(job, plan.steps)
         metrics = Metrics(run.folder, start, world, job.non_finite_steps)
-        sampler = Sampler(run, model, world)
+        sampler, validator = Sampler(run, model, world), Validator(run, model, world, data, start)
         requests, saver = Requests(run, world), Saver(run, world)
-        training = cls(
-            run, world, state, data, model, tensors, optimizer, schedule, metrics, sampler, requests, saver, start
-        )
+        parts = (data, model, tensors, optimizer, schedule, metrics, sampler, validator, requests, saver)
+        training = cls(run, world, state, *parts, start)
         if plan.optimizer_in_backward:
             device = world.device
             update_in_backward(tensors, optimizer, training.streamed_weights, device, lambda: training.last_pass)
@@ -142,27 +148,33 @@ class Training:
 
     def steps(self) -> Iterator[int]:
         """Takes the steps that are left, one each time it is asked; gives how many updates are done."""
+        asked = time.monotonic()
         for step, data in enumerate(self.data.prepared(self.start, self.last), start=self.start):
-            self.metrics.record(self.take_step(step, data))
+            self.metrics.record(self.take_step(step, data, time.monotonic() - asked))
             yield step + 1
+            asked = time.monotonic()
 
-    def take_step(self, step: int, data: StepData) -> StepRecord:
-        """One optimizer update from this process's passes; the loss is the mean over all the step's images."""
+    def take_step(self, step: int, data: StepData, waited: float) -> StepRecord:
+        """One optimizer update from this process's passes; the loss is the mean over all the step's images.
+
+        ``waited``: seconds that this process waited for ``data``.
+        """
         job, world = self.run.job, self.world
         # A step of fewer images moves the weights less, so that every image counts the same.
         learning_rate = job.learning_rate * self.schedule(step) * data.images / job.images_per_step
-        total = torch.zeros((), device=world.device)
+        sums = StepSums(world, waited)
         for number, batch in enumerate(data.batches, start=1):
             self.last_pass = number == len(data.batches)
             if not self.run.plan.reshard_after_forward:
                 keep_gathered(self.model, not self.last_pass)
             batch = batch.to(world.device)
             prediction = predict(self.model, batch, job.guidance, job.t5_mask)
-            loss = loss_sum(prediction, batch.target, batch.mask, batch.weights) / data.images
-            total += loss.detach()
+            losses = image_losses(prediction, batch.target, batch.mask)
+            loss = (losses * batch.weights).sum() / data.images
+            sums.add(loss, losses, batch.weights, batch.sigma)
             if self.last_pass:  # whose backward may update: every process must know by then whether to
-                dist.all_reduce(total)
-                self.optimizer.begin_step(step, learning_rate, torch.isfinite(total).float())
+                dist.all_reduce(sums.values)
+                self.optimizer.begin_step(step, learning_rate, torch.isfinite(sums.loss).float())
             loss.backward()
         if not self.tensors[0].sharded and world.size > 1:
             sum_gradients(self.tensors)
@@ -170,7 +182,13 @@ class Training:
         self.optimizer.finish_step()
         skipped = self.optimizer.skipped
         dist.all_reduce(skipped)
-        return StepRecord(step + 1, total, norm, learning_rate, data.images, skipped)
+        return StepRecord(step + 1, sums.loss, norm, learning_rate, data.images, skipped, sums.values)
+
+    def validate(self, step: int, saving: bool = False) -> None:
+        """Tries the model on pictures it is not shown, where it is time to. ``saving``: a state is saved next."""
+        if self.validator.due(step, saving):
+            self.validated = step, self.validator.round(step, self.metrics)
+            self.metrics.restart_clock()
 
     def save(self, step: int) -> None:
         """Begins a state, once the one before it stands. A volume that does not take it is told, and ends the run where
@@ -190,7 +208,8 @@ class Training:
             log.warning("step %d is not saved: %s. The next good step is.", step, self.metrics.wrong)
             return
         with self._told_when_not_saved(step):
-            self.saver.begin(step, self.tensors, self.optimizer, metadata(self.run, step))
+            validated = self.validated[1] if self.validated[0] == step else None
+            self.saver.begin(step, self.tensors, self.optimizer, metadata(self.run, step), validated)
         self.requests.saved_one()
         if self.saver.writing and not self.saver.writing.thread:
             self.publish()
@@ -255,14 +274,18 @@ class Training:
         return self.world.from_lead(self.run.plan.state_bytes < seconds * 100e6)
 
     def finish(self) -> Outcome:
-        """The output from the last state."""
+        """The output from the last state, or from the best one where the job says so."""
         self.publish()
         assert self.state is not None
+        output, validation = self.state, self.run.job.validation
         if self.world.leads:
-            publish_output(self.state, self.run.folder.output / f"{self.run.job.name}.safetensors")
+            if validation and validation.best == "output":
+                output = best_of(list_states(self.run.folder.states)[0]) or output
+            publish_output(output, self.run.folder.output / f"{self.run.job.name}.safetensors")
         self.metrics.flush()
         self.metrics.close()
-        return Outcome(DONE, f"all {self.last} steps are done", self.last)
+        best = "" if output.step == self.last else f"; the output is step {output.step}, of the lowest validation loss"
+        return Outcome(DONE, f"all {self.last} steps are done{best}", self.last)
 
 
 def update_in_backward(
