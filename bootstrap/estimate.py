@@ -166,9 +166,11 @@ def adapter_shapes(shape: FluxShape, lora: Lora) -> list[tuple[int, ...]]:
 
 
 def _adapter_file(shape: FluxShape, lora: Lora) -> int:
-    """Bytes of an adapter in kohya's layout, in fp32: parts of one BFL matrix become one adapter of their joint rank,
-    which has rows for every part, those without an adapter included (trainer/adapter.py)."""
+    """Bytes of an adapter's file, in fp32. In kohya's layout parts of one BFL matrix become one adapter of their joint
+    rank, which has rows for every part, those without an adapter included (bootstrap/lora_file.py)."""
     linear = linear_layers(shape)
+    if lora.layout == "diffusers":
+        return FP32 * sum(math.prod(each) for each in adapter_shapes(shape, lora))
     ranks: dict[str, int] = defaultdict(int)
     inputs: dict[str, int] = {}
     for module, layer in adapters_of(linear, lora).items():

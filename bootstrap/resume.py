@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bootstrap.estimate import linear_layers
+from bootstrap.flux_shape import FluxShape
+from bootstrap.lora_targets import adapters_of
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, list_states, newest_whole, set_aside, verify
 from bootstrap.volume import RunFolder, Volume
@@ -109,6 +112,21 @@ def refuse_absent_adapter(job: Job, volume: Volume) -> None:
         told = f"there is no file {volume.resolve(job.lora.start)}"
         remedy = "Name a finished LoRA on the volume, such as runs/my-lora/output/my-lora.safetensors"
         raise JobError([Problem(told, remedy, key="lora.start")])
+
+
+def refuse_unlike_adapter(job: Job, volume: Volume, shape: FluxShape) -> None:
+    """Raises JobError where lora.start is another adapter than the job's, or none: now, not when the GPU waits."""
+    from bootstrap.lora_file import LoraFileError, check_alike, read_lora
+    from bootstrap.tensor_files import TensorFileError
+
+    if job.lora is None or job.lora.start is None:
+        return
+    path, linear = volume.resolve(job.lora.start), linear_layers(shape)
+    ranks = {name: layer.rank for name, layer in adapters_of(linear, job.lora).items()}
+    try:
+        check_alike(read_lora(path, ranks), job.lora, linear, f"{path}")
+    except (LoraFileError, TensorFileError) as error:
+        raise JobError([Problem(f"{error}", "Give a LoRA of this rank and these targets", key="lora.start")]) from error
 
 
 def _value(of: Any, key: str) -> Any:

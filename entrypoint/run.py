@@ -40,7 +40,7 @@ from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
 from bootstrap.prompts import with_prompts
 from bootstrap.remote import fetch_datasets
-from bootstrap.resume import changed_settings, choose_state, refuse_absent_adapter
+from bootstrap.resume import changed_settings, choose_state, refuse_absent_adapter, refuse_unlike_adapter
 from bootstrap.room import refuse_without_room
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, read_state, remove_leftovers
@@ -288,6 +288,8 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
     plan = make_plan(job, pod, weights.shape, dataset.summary())
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)
+    if state is None:
+        refuse_unlike_adapter(job, volume, weights.shape)
     refuse_without_room(plan, job, running.folder, pod.disk_free)
     run = RunFile(job, plan, weights, volume.root, state.path if state else None)
     run.write(dataset.items, dataset.held_out)

@@ -72,6 +72,7 @@ ROWS: dict[str, Row] = {
     "lora.rank": Row("the adapter has this size", _equal),
     "lora.alpha": Row("the adapter's weights mean something else under another strength", _equal),
     "lora.targets": Row("the adapter has these layers", _equal),
+    "lora.layout": Row(_SAVES),
     "lora.start": Row("without effect: the adapter goes on from its state"),
     "datasets.path": Row("pictures may come and go: " + _ENCODED),
     "datasets.repeats": Row(_DRAWN),

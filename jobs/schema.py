@@ -28,6 +28,7 @@ from jobs.values import (
     FilePath,
     Interval,
     KeptWeights,
+    LoraLayout,
     MethodName,
     Name,
     Number,
@@ -117,9 +118,16 @@ class Lora(Section):
         example=["transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_out"],
     )
 
+    layout: LoraLayout = key(
+        "kohya",
+        doc="How the file names its weights: kohya (also ComfyUI, Forge) or diffusers (also PEFT). `fluxpod export` "
+        "writes the other one.",
+        why="Most tools load it; diffusers too, but for layers outside of the blocks and for DoRA.",
+    )
+
     start: FilePath | None = key(
         None,
-        doc="An adapter to start from: a finished LoRA as this program writes it, of this rank and these targets.",
+        doc="An adapter to start from: a finished LoRA of this rank and these targets, of any trainer, in any layout.",
         example="runs/my-lora/output/my-lora.safetensors",
         left_out="an adapter that changes nothing yet",
     )

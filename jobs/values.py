@@ -34,6 +34,7 @@ SCHEDULE_ARGS = {
 }
 SCHEDULES = tuple(SCHEDULE_ARGS)
 LORA_TARGETS = ("attention", "feed-forward", "modulation", "embedders", "all-linear")  # may be joined by +
+LORA_LAYOUTS = ("kohya", "diffusers")
 METHODS = ("lora", "full")
 CROP_POINTS = {
     "center": (0.5, 0.5),
@@ -356,6 +357,7 @@ BadImages = Annotated[Literal["fail", "skip"], one_of("fail", "skip")]
 BestState = Annotated[Literal["tell", "keep", "output"], one_of("tell", "keep", "output")]
 OnError = Annotated[Literal["go-on", "stop"], one_of("go-on", "stop")]
 Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
+LoraLayout = Annotated[Literal["kohya", "diffusers"], one_of(*LORA_LAYOUTS)]
 BasePrecision = Annotated[Literal["bf16", "int8", "fp8", "nf4"], one_of(*BASE_PRECISIONS)]
 StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
 Optimizer = Annotated[

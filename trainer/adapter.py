@@ -1,16 +1,11 @@
-"""LoRA by peft: which layers get an adapter, how it starts, and its tensors in the layout that ComfyUI and Forge load.
-
-That layout (kohya's) has BFL's module names. Where BFL fuses matrices that diffusers, and so the adapter, keeps apart,
-the adapters become one: their down matrices stacked, their up matrices on the diagonal of a larger one, alpha times as
-many as there are. The product is the same number for number, and the parts can be cut out again.
-"""
+"""LoRA by peft: which layers get an adapter, and how it starts."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +15,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from bootstrap.draws import Use, draw
-from bootstrap.layout import module_in_bfl
 from bootstrap.lora_targets import AdapterLayer, adapters_of, lora_problems
 from jobs.problem import JobError
 from jobs.schema import Lora
 from trainer.randomness import name_key
 
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.default\.weight")
-
-
-class AdapterError(ValueError):
-    """A file that is not this job's adapter."""
 
 
 def layers_of(model: FluxTransformer2DModel, lora: Lora) -> dict[str, AdapterLayer]:
@@ -93,88 +83,3 @@ def multiply_in_type_of_input(module: LoraLayer, adapter: str, dtype: torch.dtyp
             half = Half(old.in_features, old.out_features, bias=False)
         half.weight = nn.Parameter(old.weight.data.to(dtype))
         halves[adapter] = half
-
-
-def to_kohya(weights: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
-    """Adapter tensors by peft's names, in kohya's layout. A layer of rank r is scaled by alpha / r in both."""
-    fused: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
-    for name, down in weights.items():
-        match = _WEIGHT.fullmatch(name)
-        assert match, name
-        if match["half"] == "A":
-            bfl_name, part = module_in_bfl(match["module"])
-            fused[bfl_name][part] = (down, weights[name.replace(".lora_A.", ".lora_B.")])
-    tensors = {}
-    for bfl_name, parts in sorted(fused.items()):
-        key = f"lora_unet_{bfl_name.replace('.', '_')}"
-        downs = [parts[part][0] for part in sorted(parts)]
-        rows = _fused_rows(bfl_name, parts)
-        up = downs[0].new_zeros((sum(rows.values()), sum(d.shape[0] for d in downs)))
-        column = 0
-        for part, (down, half) in sorted(parts.items()):
-            row = sum(count for other, count in rows.items() if other < part)
-            up[row : row + half.shape[0], column : column + down.shape[0]] = _swap_modulation(bfl_name, half)
-            column += down.shape[0]
-        tensors[f"{key}.alpha"] = torch.tensor(alpha * len(parts), dtype=torch.float32)
-        tensors[f"{key}.lora_down.weight"] = torch.cat(downs).contiguous()
-        tensors[f"{key}.lora_up.weight"] = up
-    return tensors
-
-
-def from_kohya(
-    tensors: Mapping[str, torch.Tensor], names: Sequence[str], rank: int, alpha: float
-) -> dict[str, torch.Tensor]:
-    """The inverse of ``to_kohya`` for adapter tensors called ``names``, all of rank ``rank``.
-
-    A file of another alpha comes out with weights that mean the same under this one. Raises AdapterError where the file
-    lacks a layer or its rank differs.
-    """
-    modules = sorted({match["module"] for name in names if (match := _WEIGHT.fullmatch(name))})
-    shared: dict[str, dict[int, str]] = defaultdict(dict)
-    for module in modules:
-        bfl_name, part = module_in_bfl(module)
-        shared[bfl_name][part] = module
-    weights = {}
-    for bfl_name, parts in shared.items():
-        key = f"lora_unet_{bfl_name.replace('.', '_')}"
-        try:
-            down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
-        except KeyError as error:
-            raise AdapterError(f"the adapter has no {error.args[0]}") from error
-        if down.shape[0] != rank * len(parts):
-            raise AdapterError(f"{key} has rank {down.shape[0] // len(parts)}, not {rank}")
-        told = float(tensors.get(f"{key}.alpha", torch.tensor(down.shape[0]))) / len(parts)
-        strength = 1.0 if told == alpha or not alpha else told / alpha
-        width = up.shape[0] // _units(bfl_name)
-        for i, (part, module) in enumerate(sorted(parts.items())):
-            columns = slice(i * rank, (i + 1) * rank)
-            rows = slice(part * width, up.shape[0] if _is_last(bfl_name, part) else (part + 1) * width)
-            weights[f"{module}.lora_A.default.weight"] = down[columns].contiguous()
-            half = _swap_modulation(bfl_name, up[rows, columns]).contiguous()
-            weights[f"{module}.lora_B.default.weight"] = half if strength == 1 else half * strength
-    return weights
-
-
-def _swap_modulation(bfl_name: str, up: torch.Tensor) -> torch.Tensor:
-    """The last modulation gives scale, shift in diffusers and shift, scale in BFL's layout."""
-    return torch.cat(up.chunk(2)[::-1]) if bfl_name == "final_layer.adaLN_modulation.1" else up
-
-
-def _units(bfl_name: str) -> int:
-    """A fused matrix's rows in widths of the model: q k v, and in single blocks 4 more; 1 where not fused."""
-    if bfl_name.endswith(".qkv"):
-        return 3
-    return 7 if bfl_name.endswith(".linear1") else 1
-
-
-def _is_last(bfl_name: str, part: int) -> bool:
-    return part == {1: 0, 3: 2, 7: 3}[_units(bfl_name)]
-
-
-def _fused_rows(bfl_name: str, parts: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[int, int]:
-    """The rows of each part of a fused matrix, those without an adapter included."""
-    some, (_, up) = next(iter(parts.items()))
-    if _units(bfl_name) == 1:
-        return {0: up.shape[0]}
-    width = up.shape[0] // (4 if _units(bfl_name) == 7 and some == 3 else 1)
-    return {0: width, 1: width, 2: width} | ({3: 4 * width} if _units(bfl_name) == 7 else {})

@@ -44,10 +44,9 @@ from bootstrap.state import (
     set_aside,
     write_manifest,
 )
-from bootstrap.tensor_files import TensorReader, read_tensors
+from bootstrap.tensor_files import open_tensors
 from bootstrap.volume import flush_folder
-from jobs.schema import Lora
-from trainer.adapter import from_kohya
+from trainer.adapter_files import KEPT, Expected, kept_pieces
 from trainer.optimizer import Optimizer, SavedOptimizer
 from trainer.state_files import (
     MOST_WRITERS,
@@ -82,6 +81,7 @@ class Writing:
     scalars: dict[str, object]
     begun: float
     validated: Validated | None = None
+    expected: Expected | None = None  # what the file of an adapter must hold
     stood_still: float = 0.0  # seconds that training waited for it
     extents: list[Extent] = field(default_factory=list)
     failure: Exception | None = None
@@ -133,13 +133,16 @@ class Saver:
         scalars = optimizer.scalars()
         sharded = any(tensor.sharded for tensor in tensors)
         optimizers = optimizer.pieces() if world.leads or sharded else []  # what all have, rank 0 writes
+        lora = self.run.job.lora if world.leads else None
+        kept = kept_pieces(tensors, lora) if lora else []
         layouts = [
             lay_out(MODEL_FILE, model_pieces(self.run, tensors, world), metadata, world),
-            lay_out(OPTIMIZER_FILE, optimizers, {}, world),
+            lay_out(OPTIMIZER_FILE, [*optimizers, *kept], {}, world),
         ]
         together(world, lambda: refuse_non_finite(layouts))
         part = self.run.folder.states / f".{folder_name(step)}.part"
         self.writing = writing = Writing(step, part, layouts, scalars, begun, validated)
+        writing.expected = Expected.of(tensors, lora) if lora else None
         with self._discarding():
             together(world, lambda: begin_folder(part) if world.leads else None)
             if self.many_writers is None:
@@ -175,6 +178,7 @@ class Saver:
             writing.thread.join()
         with self._discarding():
             together(world, lambda: _raise(writing.failure))
+            together(world, lambda: writing.expected.check(writing.part / MODEL_FILE) if writing.expected else None)
             every = [extent for some in world.gather(writing.extents) for extent in some]
             manifest = self._manifest(writing, every)
             final = self.run.folder.states / folder_name(writing.step)
@@ -303,22 +307,11 @@ def _must_be_whole(folder: Path) -> None:
 
 def load_optimizer(state: State, optimizer: Optimizer) -> None:
     """This process's rows of a state's optimizer. Raises OptimizerStateError where it is another optimizer's."""
-    reader = TensorReader(state.optimizer)
-    try:
-        shapes = {name: entry.shape for name, entry in reader.header.tensors.items()}
+    with open_tensors(state.optimizer) as reader:
+        entries = reader.header.tensors.items()
+        shapes = {name: entry.shape for name, entry in entries if not name.startswith(KEPT)}
         read: Callable[[str, int, int | None], torch.Tensor] = reader.read
         optimizer.load(SavedOptimizer(shapes, read, state.manifest.optimizer_scalars))
-    finally:
-        reader.close()
-
-
-@torch.no_grad()
-def load_adapter(file: Path, tensors: list[Trained], lora: Lora) -> None:
-    """An adapter's weights from a file in kohya's layout. Raises AdapterError where it is another adapter, and
-    TensorFileError where it is none."""
-    saved = from_kohya(read_tensors(file), [tensor.name for tensor in tensors], lora.rank, lora.alpha)
-    for tensor in tensors:
-        tensor.weight.copy_(saved[tensor.name])
 
 
 # ---------------------------------------------------------------- the finished file

@@ -16,18 +16,17 @@ from pathlib import Path
 
 import torch
 
-from bootstrap.estimate import adapter_layers
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import placements, shape_of_bfl
+from bootstrap.lora_file import LAYOUTS as LORA_LAYOUTS
+from bootstrap.lora_file import read_lora, tensors_of
 from bootstrap.outcome import DONE, JOB_WRONG
-from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, read_state
 from bootstrap.tensor_files import TensorReader, bytes_of, make_header, open_tensors, read_tensors
 from bootstrap.volume import flush_folder, write_json
-from trainer.adapter import from_kohya
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
-FULL_LAYOUTS, LORA_LAYOUTS = ("bfl", "diffusers"), ("kohya", "diffusers")
+FULL_LAYOUTS = ("bfl", "diffusers")
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 
@@ -98,17 +97,8 @@ def _full(reader: TensorReader, layout: str) -> dict[str, Source]:
 def _adapter(state: State, layout: str) -> dict[str, Source]:
     lora, tensors = state.manifest.lora, read_tensors(state.model)
     assert lora is not None
-    if layout == "diffusers":
-        run_file = state.path.parent.parent / "run.json"
-        try:
-            shape = RunFile.read(run_file).weights.shape
-        except (OSError, ValueError) as error:
-            raise ExportError(f"which layers the adapter has stands in {run_file}, which cannot be read") from error
-        modules = adapter_layers(shape, lora.targets)
-        names = [f"{module}.lora_{half}.default.weight" for module in modules for half in "AB"]
-        # alpha has no place in this layout: with alpha = rank, which is its reading, the same adapter comes out.
-        weights = from_kohya(tensors, names, lora.rank, float(lora.rank))
-        tensors = {f"transformer.{n.replace('.default', '')}": w for n, w in weights.items()}
+    if layout != lora.layout:
+        tensors = tensors_of(read_lora(state.model), "kohya" if layout == "kohya" else "diffusers")
     return {name: Source(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in tensors.items()}  # type: ignore[misc]
 
 

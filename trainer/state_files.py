@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from bootstrap.layout import bfl_tensors
+from bootstrap.lora_file import tensors_of
 from bootstrap.run_file import RunFile
 from bootstrap.state import Extent
 from bootstrap.tensor_files import Header, bytes_of, make_header, write_from
 from bootstrap.volume import own_parts
-from trainer.adapter import to_kohya
+from trainer.adapter_files import adapter_in
 from trainer.model import rows_in_bfl
 from trainer.optimizer import Piece
 from trainer.trained import Trained
@@ -103,8 +104,9 @@ def model_pieces(run: RunFile, tensors: Iterable[Trained], world: World) -> list
     if run.job.lora is not None:
         if not world.leads:
             return []
-        adapter = to_kohya({t.name: t.weight for t in tensors}, run.job.lora.alpha)
-        return [Piece(name, tensor, tuple(tensor.shape)) for name, tensor in adapter.items()]
+        adapter = adapter_in({t.name: t.weight for t in tensors}, run.job.lora)
+        file = tensors_of(adapter, run.job.lora.layout)
+        return [Piece(name, tensor, tuple(tensor.shape)) for name, tensor in file.items()]
     shape = run.weights.shape
     sizes = bfl_tensors(shape)
     return [

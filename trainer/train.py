@@ -23,14 +23,15 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 
 from bootstrap import clocks
+from bootstrap.lora_file import LoraFileError
 from bootstrap.outcome import CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome, PodError
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, Validated, best_of, list_states, read_state
 from bootstrap.tensor_files import TensorFileError
 from bootstrap.volume import Volume
 from jobs.problem import JobError
-from trainer.adapter import AdapterError
-from trainer.checkpoint import Saver, load_adapter, load_optimizer, publish_output
+from trainer.adapter_files import load_adapter, resume_adapter
+from trainer.checkpoint import Saver, load_optimizer, publish_output
 from trainer.data import Latents, StepData, TrainingData
 from trainer.flow import image_losses
 from trainer.make_optimizer import make_optimizer
@@ -130,8 +131,10 @@ class Training:
         model.train()
         tensors = trained_tensors(model, world.rank, world.size)
         optimizer = make_optimizer(tensors, job, plan, world)
-        if job.lora and (adapter := adapter_file(run, state)):
-            load_adapter(adapter, tensors, job.lora)
+        if job.lora and state:
+            resume_adapter(state, tensors, job.lora)
+        elif job.lora and job.lora.start:
+            load_adapter(Volume(run.volume).resolve(job.lora.start), tensors, job.lora)
         if state:
             load_optimizer(state, optimizer)
         start = state.step if state else 0
@@ -350,14 +353,6 @@ def clip_gradients(tensors: list[Trained], most: float) -> torch.Tensor:
     return norm
 
 
-def adapter_file(run: RunFile, state: State | None) -> Path | None:
-    """Where the adapter goes on from: the state, or what the job starts from."""
-    if state:
-        return state.model
-    start = run.job.lora.start if run.job.lora else None
-    return Volume(run.volume).resolve(start) if start else None
-
-
 def latents_of(vae: Path) -> Latents:
     config = json.loads((vae / "config.json").read_text(encoding="utf-8"))
     return Latents(shift=config["shift_factor"], scale=config["scaling_factor"])
@@ -366,7 +361,7 @@ def latents_of(vae: Path) -> Latents:
 def failure(error: BaseException, step: int) -> Outcome:
     """What an error means: whose it is, and what to do."""
     text = f"{error}"
-    if isinstance(error, (JobError, AdapterError, OptimizerStateError, StateError, TensorFileError)):
+    if isinstance(error, (JobError, LoraFileError, OptimizerStateError, StateError, TensorFileError)):
         return Outcome(JOB_WRONG, text, step)
     if isinstance(error, PodError):
         return Outcome(POD_WRONG, text, step)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bootstrap.resume import beyond, changed_settings, choose_state, refuse_absent_adapter, resume_problems
+from bootstrap.lora_file import tensors_of
+from bootstrap.resume import (
+    beyond,
+    changed_settings,
+    choose_state,
+    refuse_absent_adapter,
+    refuse_unlike_adapter,
+    resume_problems,
+)
 from bootstrap.state import folder_name, list_states, read_state
+from bootstrap.tensor_files import write_tensors
 from bootstrap.volume import RunFolder, Volume
 from jobs.on_resume import ROWS
 from jobs.problem import JobError
 from jobs.schema import Job, Section
 from jobs.unknown import section_of
+from tests.loras import SMALL, make_adapter
 from tests.runs import make_job, make_run
 from tests.states import flip_a_bit, make_state
 
@@ -64,6 +75,7 @@ OTHER: dict[str, Any] = {  # a job with another value for the key than the defau
     "lora.rank": {"lora": {"rank": 16, "alpha": 8}},
     "lora.alpha": {"lora": {"rank": 8, "alpha": 16}},
     "lora.targets": {"lora": {"rank": 8, "targets": ["*.to_q"]}},
+    "lora.layout": {"lora": {"rank": 8, "layout": "diffusers"}},
     "lora.start": {"lora": {"rank": 8, "start": "a.safetensors"}},
     "datasets.path": {"datasets": [{"path": "datasets/test"}, {"path": "datasets/more"}]},
     **{f"datasets.{name}": {"datasets": [{"path": "datasets/test", name: value}]} for name, value in DATASET.items()},
@@ -308,3 +320,18 @@ def test_an_adapter_to_start_from_must_be_there(tmp_path: Path) -> None:
     job = make_job(method="lora", lora={"start": "runs/a/output/a.safetensors"})
     with pytest.raises(JobError, match=r"lora\.start: there is no file .*/runs/a/output/a"):
         refuse_absent_adapter(job, Volume(tmp_path))
+
+
+@pytest.mark.parametrize(("rank", "told"), [(4, ""), (8, "its rank is 4, not 8, in .*: write that in the job")])
+def test_an_adapter_to_start_from_must_be_the_jobs(rank: int, told: str, tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", tensors_of(make_adapter(targets="attention"), "kohya"))
+    job = make_job(method="lora", lora={"rank": rank, "targets": "attention", "start": "a.safetensors"})
+    with pytest.raises(JobError, match=told) if told else nullcontext():
+        refuse_unlike_adapter(job, Volume(tmp_path), SMALL)
+
+
+def test_what_is_no_adapter_to_start_from_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"a web page")
+    job = make_job(method="lora", lora={"start": "a.safetensors"})
+    with pytest.raises(JobError, match=r"lora\.start: .*a\.safetensors is not a whole safetensors file"):
+        refuse_unlike_adapter(job, Volume(tmp_path), SMALL)

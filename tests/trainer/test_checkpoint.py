@@ -19,7 +19,8 @@ from bootstrap.state import MANIFEST, MODEL_FILE, OPTIMIZER_FILE, State, list_st
 from bootstrap.tensor_files import read_header, read_tensors
 from tests.runs import make_job, make_run, make_weights, make_world
 from trainer import checkpoint
-from trainer.checkpoint import Saver, load_adapter, load_optimizer, publish_output
+from trainer.adapter_files import resume_adapter
+from trainer.checkpoint import Saver, load_optimizer, publish_output
 from trainer.make_optimizer import make_optimizer
 from trainer.model import build_model, fill, sources
 from trainer.optimizer import Optimizer
@@ -29,6 +30,8 @@ from trainer.world import World
 
 Setup = tuple[RunFile, list[Trained], Optimizer]
 LORA = {"method": "lora", "lora": {"rank": 4, "alpha": 2}}
+# A scale of 1.5 / 4 is multiplied into this layout's matrices, and rounded.
+ROUNDED = {"method": "lora", "lora": {"rank": 4, "alpha": 1.5, "layout": "diffusers"}}
 
 
 @pytest.fixture
@@ -86,14 +89,14 @@ def test_what_is_saved_is_whole_and_found(keys: dict[str, Any], set_up: Callable
     assert [path.name for path in run.folder.states.iterdir()] == ["step-000002"]
 
 
-@pytest.mark.parametrize("keys", [LORA, LORA | {"optimizer": "Prodigy"}, LORA | {"optimizer": "AdamW8bit"}])
+@pytest.mark.parametrize("keys", [LORA, LORA | {"optimizer": "Prodigy"}, ROUNDED | {"optimizer": "AdamW8bit"}, ROUNDED])
 def test_an_adapter_goes_on_from_a_state(keys: dict[str, Any], set_up: Callable[..., Setup], world: World) -> None:
     run, straight, optimizer = set_up(**keys)
     take_steps(straight, optimizer, 0, 2)
     state = save((run, straight, optimizer), 2, world)
     take_steps(straight, optimizer, 2, 4)
     _, tensors, again = set_up(**keys)
-    load_adapter(state.model, tensors, run.job.lora)
+    resume_adapter(read_state(state.path), tensors, run.job.lora)
     load_optimizer(read_state(state.path), again)
     take_steps(tensors, again, 2, 4)
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(tensors, straight, strict=True))
