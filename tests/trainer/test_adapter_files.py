@@ -73,8 +73,8 @@ ONE_OF_EACH = FluxShape(double_blocks=1, single_blocks=1)  # at FLUX.1's width, 
 @pytest.fixture(scope="module")
 def stock() -> FluxTransformer2DModel:
     with torch.device("meta"):
-        model = FluxTransformer2DModel(**ONE_OF_EACH.config()).to(torch.bfloat16)
-    return model.to_empty(device="cpu")  # only the adapters' numbers matter
+        model = FluxTransformer2DModel(**ONE_OF_EACH.config())
+    return model.to_empty(device="cpu").requires_grad_(False)  # never touched: only the adapters' numbers matter
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,9 @@ def test_stock_diffusers_loads_the_same_weights(
             (scale,) = found[name].scaling.values()
             (down,), (up,) = found[name].lora_A.values(), found[name].lora_B.values()
             some = torch.randn(down.weight.shape[1], generator=generator)
-            # diffusers has given the halves the model's type, bf16
-            theirs = scale * (up.weight.float() @ (down.weight.float() @ some))
+            theirs = scale * (up.weight.detach() @ (down.weight.detach() @ some))
             ours = adapter[name].scale * (adapter[name].up @ (adapter[name].down @ some)) if name in adapter else 0
-            assert float((theirs - ours).abs().max()) <= 0.01 * float(theirs.abs().max()) + 1e-6, name
+            assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max()), name
     finally:
         pipeline.unload_lora_weights()
 
@@ -158,7 +157,7 @@ def test_an_adapter_of_kohyas_trainer_fills_three(tmp_path: Path) -> None:
     [
         (
             {"rank": 8, "targets": "attention"},
-            r"its rank is 4, not 8, in transformer_blocks.*: write that in the job",
+            r"its rank is 4, not 8, in single_transformer_blocks.*: write that in the job",
         ),
         ({"rank": 4, "targets": "all-linear"}, r"it has nothing for context_embedder, .* and \d+ more, which"),
         ({"rank": 4, "targets": ["*.attn.to_q"]}, "it has single_.*, which lora.targets leaves out"),
