@@ -28,7 +28,7 @@ class RemoteFile:
     blob: str | None
 
 
-def clean_token(text: str | None) -> str | None:
+def clean_token(text: str | None, name: str = "HF_TOKEN") -> str | None:
     """The token as meant: without quotes, spaces and line ends around it; None where there is none.
 
     Raises AccessError where what is left cannot be one. The message does not repeat it.
@@ -38,7 +38,7 @@ def clean_token(text: str | None) -> str | None:
         return None
     if not re.fullmatch(r"[!-~]+", token) or "=" in token:
         raise AccessError(
-            "HF_TOKEN is malformed: there is a space, a line end or another sign inside it that no token has. "
+            f"{name} is malformed: there is a space, a line end or another sign inside it that no token has. "
             f"Copy it again from {TOKENS_PAGE}; it begins with hf_."
         )
     return token
@@ -76,7 +76,7 @@ def explain(error: BaseException, repo: str, revision: str, token: str | None, k
     """
     from huggingface_hub import errors
 
-    for cause in _causes(error):  # a download wraps the answer in LocalEntryNotFoundError
+    for cause in causes(error):  # a download wraps the answer in LocalEntryNotFoundError
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return f"{repo} is not on the volume, and HF_HUB_OFFLINE forbids to fetch it. Unset HF_HUB_OFFLINE."
         if isinstance(cause, errors.RevisionNotFoundError):
@@ -86,10 +86,10 @@ def explain(error: BaseException, repo: str, revision: str, token: str | None, k
         if isinstance(cause, errors.HfHubHTTPError):
             return _explain_status(cause, repo, token, kind)
         if isinstance(cause, errors.FileMetadataError | json.JSONDecodeError):
-            return f"What answers at {_endpoint()} is not the hub. Check HF_ENDPOINT and any proxy in between."
+            return f"What answers at {endpoint()} is not the hub. Check HF_ENDPOINT and any proxy in between."
         if type(cause).__module__.startswith("httpx"):  # which client the library uses changes; its name shows
             return (
-                f"The hub at {_endpoint()} cannot be reached to fetch {repo} ({type(cause).__name__}). "
+                f"The hub at {endpoint()} cannot be reached to fetch {repo} ({type(cause).__name__}). "
                 "This pod has no network, or the hub is down: see https://status.huggingface.co and try again."
             )
     return None
@@ -99,7 +99,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same request may well succeed a little later."""
     from huggingface_hub import errors
 
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, errors.HfHubHTTPError):
             return cause.response.status_code in (408, 429) or cause.response.status_code >= 500
         if type(cause).__module__.startswith("httpx"):
@@ -125,7 +125,8 @@ def shown_address(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}" + ("?..." if parts.query else "")
 
 
-def _causes(error: BaseException) -> list[BaseException]:
+def causes(error: BaseException) -> list[BaseException]:
+    """An error and what led to it, the latest first."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
@@ -162,5 +163,6 @@ def _explain_status(error: Any, repo: str, token: str | None, kind: str) -> str:
     return f"The hub refused {repo} with status {status}. See {page}."
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """Where the hub is, for people."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import queue
 import re
 import ssl
-import sys
 import threading
-import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,17 +32,15 @@ from urllib.parse import urlsplit
 
 from bootstrap import hub
 from bootstrap.outcome import AccessError
+from bootstrap.worker import Tell, serve
 
 RECEIVE = 256 * 1024  # bytes of one read from the wire at most
 BLOCK = 16 * 1024 * 1024  # bytes of one read from the disk
 FLUSH_EVERY = 256 * 1024 * 1024  # bytes: the disk works while the wire does, and the last flush is short
 TELL_EVERY = 64 * 1024 * 1024  # bytes hashed between two signs of life
-TELL_SECONDS = 0.2  # between two lines about bytes
 QUIET_LIMIT = 15.0  # seconds without a byte, after which the connection is given up and opened anew
 XET = ".xet"  # after the name of a partial file
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-Tell = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -444,34 +439,10 @@ def _told_of_status(code: int, shown: str) -> tuple[str, str]:
     return "access", f"{shown} was refused (status {code})."
 
 
-def main() -> int:
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)  # whoever asked is gone: nothing is fetched for nobody
-
-    token = json.loads(sys.stdin.readline())["token"]
-    threading.Thread(target=read, daemon=True).start()
-    speaking = threading.Lock()
-    told = 0.0
-
-    def tell(**event: Any) -> None:
-        nonlocal told
-        if "bytes" in event and time.monotonic() - told < TELL_SECONDS:
-            return
-        with speaking, suppress(BrokenPipeError):
-            told = time.monotonic()
-            print(json.dumps(event), flush=True)
-
+def _get_ready() -> None:
     import huggingface_hub.file_download
     import huggingface_hub.hf_api  # noqa: F401
 
-    tell(started=True)  # the slow part of a start is over
-    while True:
-        tell(**_answer(json.loads(lines.get()), token, tell))
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(_answer, _get_ready)

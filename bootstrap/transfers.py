@@ -1,8 +1,9 @@
-"""Several transfers at once, each in a process of its own that is watched: bytes arrive, or it is ended and begun anew.
+"""Several transfers at once, each in a process of its own that is watched: bytes move, or it is ended and begun anew.
 
-``Transfers`` runs ``bootstrap.receive``. A file whose transfer fails waits and is tried again from where it broke off,
-the others go on meanwhile; from the third try without a new byte it comes by plain HTTP, as Xet may be what fails. What
-asking again cannot change, and what failed too often, is an AccessError; what the volume refuses is a PodError.
+``Transfers`` runs ``bootstrap.receive``, or ``bootstrap.send``. A file whose transfer fails waits and is tried again
+from where it broke off, the others go on meanwhile; from the third try without a new byte it goes by plain HTTP, as Xet
+may be what fails. What asking again cannot change, and what failed too often, is an AccessError; what the volume
+refuses is a PodError.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from bootstrap import hub
 from bootstrap.hub import RemoteFile
 from bootstrap.outcome import AccessError, PodError
 from bootstrap.receive import Order
+from bootstrap.send import Parcel
 from jobs.secret import is_secret
 
 Say = Callable[[str], None]
@@ -39,6 +41,8 @@ LONGEST_WAIT = 300.0  # seconds that a busy hub can make us wait before one more
 NEW = 1 << 20  # bytes further than ever that make a try count as none (a tenth of a smaller file)
 START_LIMIT = 120.0  # seconds for a process to start, on a machine that is busy with other things
 END_LIMIT = 1.0  # seconds for a killed process to go; one that is stuck in I/O goes when it can
+RECEIVE, SEND = "bootstrap.receive", "bootstrap.send"  # what a process runs
+ANSWERS = ("done", "listed", "looked", "opened")  # what its last word about a request that went well holds
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class _Task:
     request: dict[str, Any]
     name: str  # for people
     size: int = 0  # bytes, as far as known
-    held: int = 0  # bytes that are on the volume now
+    held: int = 0  # bytes that have arrived: on the volume, or away from it
+    kept: int = 0  # of an upload, bytes that a new try need not send again
     furthest: int = 0
     tries: int = 0  # since it last got further
     damaged: int = 0
@@ -67,13 +72,13 @@ class _Task:
 
 
 class _Process:
-    """One ``bootstrap.receive``, idle or at a task."""
+    """One ``bootstrap.receive`` or ``bootstrap.send``, idle or at a task."""
 
-    def __init__(self, token: str | None, events: queue.Queue[tuple[_Process, dict[str, Any] | None]]):
+    def __init__(self, program: str, token: str | None, events: queue.Queue[tuple[_Process, dict[str, Any] | None]]):
         environment = {name: value for name, value in os.environ.items() if not is_secret(name)}
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bootstrap.receive"],
+            [sys.executable, "-m", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -133,11 +138,22 @@ class _Process:
 class Transfers:
     """A context manager; when it is left nothing runs any more. ``attend`` is called in every wait, and may raise.
 
-    ``say`` is told what people should know: retries with their reasons, progress where there is no terminal.
+    ``say`` is told what people should know: retries with their reasons, progress where there is no terminal, or where
+    it is somebody else's (``bar`` false). ``program``: RECEIVE or SEND.
     """
 
-    def __init__(self, token: str | None, say: Say, attend: Attend, patience: Patience | None = None):
+    def __init__(
+        self,
+        token: str | None,
+        say: Say,
+        attend: Attend,
+        patience: Patience | None = None,
+        *,
+        program: str = RECEIVE,
+        bar: bool = True,
+    ):
         self.token, self._tell, self.attend = token, say, attend
+        self.program, self.bar = program, bar
         self.patience = patience or Patience()
         self._processes: list[_Process] = []
         self._events: queue.Queue[tuple[_Process, dict[str, Any] | None]] = queue.Queue()
@@ -156,10 +172,29 @@ class Transfers:
 
     def list_files(self, repo: str, revision: str, kind: str = "model") -> tuple[str, tuple[RemoteFile, ...]]:
         """The commit and the files of a repository that this token may read. Raises AccessError, in words."""
-        task = _Task({"list": {"repo": repo, "revision": revision, "kind": kind}}, repo)
-        self._run([task], 1, lambda _: None)
-        commit, files = task.answer["listed"]
+        commit, files = self.ask({"list": {"repo": repo, "revision": revision, "kind": kind}})["listed"]
         return commit, tuple(RemoteFile(**file) for file in files)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request about one repository that carries no file. Raises AccessError, in words."""
+        (what,) = request.values()
+        task = _Task(request, str(what["repo"]))
+        self._run([task], 1, lambda _: None)
+        return task.answer
+
+    def send(self, parcel: Parcel, title: str) -> dict[str, str]:
+        """Brings a parcel to the hub; gives commit, sha256 and card's id as ``bootstrap.send.send`` does.
+
+        Raises AccessError, PodError, and FileNotFoundError where its file is not here any more.
+        """
+        task = _Task({"send": asdict(parcel)}, f"{parcel.path} of {parcel.repo}", parcel.size)
+        self._meter = Meter(title, [task], self._tell, self.patience.report, self.bar)
+        try:
+            self._run([task], 1, lambda _: None)
+        finally:
+            self._meter.close(told=False)  # what was there already took no time
+            self._meter = None
+        return dict(task.answer["done"])
 
     def carry(
         self,
@@ -182,7 +217,7 @@ class Transfers:
             publish(Order(**task.request["get"]), task.answer["done"])
 
         large = sum(1 for task in tasks if task.size >= LARGE)
-        self._meter = Meter(title, tasks, self._tell, self.patience.report)
+        self._meter = Meter(title, tasks, self._tell, self.patience.report, self.bar)
         self._enough = enough
         try:
             self._run(tasks, max(1, min(AT_ONCE, large)), finish)
@@ -223,7 +258,7 @@ class Transfers:
             if idle is None:
                 if len(self._processes) >= at_once:
                     return
-                self._processes.append(idle := _Process(self.token, self._events))
+                self._processes.append(idle := _Process(self.program, self.token, self._events))
             waiting.remove(task)
             idle.begin(task)
 
@@ -249,7 +284,9 @@ class Transfers:
             self._enough(event["total"] - task.held)
             task.size = event["total"]
         task.held = event.get("bytes", task.held)
-        if "done" in event or "listed" in event:
+        if "send" in task.request:
+            _remember(task, event)
+        if any(answer in event for answer in ANSWERS):
             task.held, task.answer = task.size, event
         return event if "failed" in event else None
 
@@ -264,7 +301,7 @@ class Transfers:
                 self._processes.remove(process)
                 process.end()
                 task, process.task = process.task, None
-                if process.flushing:
+                if process.flushing and "get" in task.request:
                     told = f"The volume has not taken {task.name} for {limit:.0f} s."
                     self._fail(task, {"failed": "volume", "message": told})
                 else:
@@ -284,21 +321,24 @@ class Transfers:
             raise RuntimeError(message)
         if kind == "full":
             raise PodError(f"the volume is full ({message}) and {self._still_needed()}. {MAKE_ROOM}")
+        if kind == "gone":
+            raise FileNotFoundError(message)
         if kind == "damaged":
             self._fetch_anew(task, bool(failure["from_start"]))
             return
-        if kind == "passing" and self._got_further(task):
+        if failure.get("anew"):
+            task.request["send"]["begun"], task.kept, task.furthest = None, 0, 0
+        elif kind == "passing" and self._got_further(task):
             self.say(f"{message} Going on from there.")
             return
         task.tries += 1
         if kind == "volume":
-            with contextlib.suppress(OSError):  # the volume may refuse this, too
-                Path(task.request["get"]["part"]).unlink()  # what lies there cannot be told from what should
-            message = f"{task.name} cannot be written to the volume: {message}."
+            message = _after_volume_failed(task, message)
         if task.tries > len(self.patience.waits):
             raise PodError(message) if kind == "volume" else AccessError(message)
-        if "get" in task.request and task.tries >= 2:
-            task.request["get"]["plain"] = True
+        for what in ("get", "send"):
+            if what in task.request and task.tries >= 2:
+                task.request[what]["plain"] = True
         wait = max(self.patience.waits[task.tries - 1], min(float(failure.get("after", 0)), LONGEST_WAIT))
         task.ready = time.monotonic() + wait
         self.say(f"{message} Trying again in {wait:.0f} s.")
@@ -307,6 +347,8 @@ class Transfers:
         """Whether the try that failed brought enough to count as none."""
         if "get" in task.request:
             task.held = _size(Order(**task.request["get"]))
+        elif "send" in task.request:
+            task.held = task.kept
         if task.held < task.furthest + min(NEW, task.size / 10 + 1):
             return False
         task.furthest, task.tries = task.held, 0
@@ -343,6 +385,26 @@ class Transfers:
 MAKE_ROOM = "Make the volume larger, or delete models, data or runs that are not needed (fluxpod clean)."
 
 
+def _remember(task: _Task, event: dict[str, Any]) -> None:
+    """Notes what a new try of an upload need not do again: in memory alone, since the addresses of parts are signed."""
+    what = task.request["send"]
+    if "begun" in event:
+        what["begun"], task.kept = event["begun"], event.get("kept", 0)
+    if "part" in event:
+        number, tag = event["part"]
+        what["begun"]["parts"][str(number)] = tag
+        task.kept = event["kept"]
+
+
+def _after_volume_failed(task: _Task, message: str) -> str:
+    """What to say; takes away a partial file, whose content cannot be told from what it should be."""
+    if "get" not in task.request:
+        return message
+    with contextlib.suppress(OSError):  # the volume may refuse this, too
+        Path(task.request["get"]["part"]).unlink()
+    return f"{task.name} cannot be written to the volume: {message}."
+
+
 def _name(order: Order) -> str:
     return f"{order.path} of {order.repo}" if order.repo else hub.shown_address(order.url)
 
@@ -356,13 +418,13 @@ def _size(order: Order) -> int:
 class Meter:
     """How far the transfers are, how fast, and how long still: a bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, title: str, tasks: Sequence[_Task], say: Say, every: float):
+    def __init__(self, title: str, tasks: Sequence[_Task], say: Say, every: float, bar: bool):
         self.title, self.tasks, self.say, self.every = title, tasks, say, every
         self.begun = self.told = time.monotonic()
         self.start = self._held()
         self.bar = (
             tqdm(total=self._total() or None, initial=self.start, desc=title, unit="B", unit_scale=True)
-            if sys.stderr.isatty()
+            if bar and sys.stderr.isatty()
             else None
         )
 
@@ -387,9 +449,11 @@ class Meter:
             self.bar.clear()
         self.say(line)
 
-    def close(self) -> None:
+    def close(self, told: bool = True) -> None:
         if self.bar is not None:
             self.bar.close()
+            return
+        if not told:
             return
         brought, took = self._held() - self.start, time.monotonic() - self.begun
         if brought > LARGE and self._held() == self._total():

@@ -91,6 +91,11 @@ class RunFolder:
         return self.root / "output"
 
     @property
+    def uploads(self) -> Path:
+        """What of this run is on the hub, verified."""
+        return self.root / "uploads.json"
+
+    @property
     def save_now(self) -> Path:
         """A file here asks for a state after the step under way; it is removed when the state stands."""
         return self.root / "save-now"

@@ -1,10 +1,12 @@
 """``fluxpod check``: what is wrong with a job, and how it would run here or on pods that are not there yet.
 
-Changes nothing on any disk, but for the sheet of pictures that ``--preview`` asks for, and asks no network.
+Changes nothing on any disk, but for the sheet of pictures that ``--preview`` asks for, and asks no network, but for the
+right to upload where the job has ``output.hub``.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import textwrap
@@ -15,7 +17,7 @@ from pathlib import Path
 from bootstrap.estimate import in_gib, in_time
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
-from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, PodError
+from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, AccessError, PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
 from bootstrap.prompts import with_prompts
@@ -46,7 +48,7 @@ class NamedPod:
 
 
 def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path | None = None) -> int:
-    """Prints plan and problems; gives the exit code that running the job would end with now: 0, 64 or 65.
+    """Prints plan and problems; gives the exit code that running the job would end with now: 0, 64, 65 or 69.
 
     With ``pods``, 65 means that none of them fits. ``preview`` is the file for the contact sheet; the empty path stands
     for one beside the job's file.
@@ -71,7 +73,21 @@ def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path
     except JobError as error:
         problems += error.problems
         code = JOB_WRONG
-    return _tell(JobError(_placed(p, loaded.text, file) for p in problems)) if problems else code
+    if problems:
+        return _tell(JobError(_placed(p, loaded.text, file) for p in problems))
+    return code or (_output(job) if job.output.hub and not named else DONE)
+
+
+def _output(job: Job) -> int:
+    """Whether the result may go where the job says."""
+    from entrypoint.uploads import look_at
+
+    try:
+        print(look_at(job, os.environ))
+    except AccessError as error:
+        print(textwrap.fill(f"output.hub: {error}", WIDTH), file=sys.stderr)
+        return ACCESS_REFUSED
+    return DONE
 
 
 def _tell(error: JobError) -> int:

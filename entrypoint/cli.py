@@ -53,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_argument("--saturate", action="store_true", help="numbers beyond the format's range become its largest")
     _volume_option(export)
 
+    upload = commands.add_parser("upload", help="bring a run's finished file, or a state's weights, to the hub")
+    upload.add_argument("run", help="RUN for its finished file (or newest state), or RUN/STEP")
+    upload.add_argument("--repo", metavar="OWNER/NAME", help="where to; by default the job's output.hub")
+    upload.add_argument("--public", action="store_true", help="if it is not there yet, make it public")
+    _volume_option(upload)
+
     clean = commands.add_parser("clean", help="list what may go from the volume: old models, caches, thinned states")
     clean.add_argument("--yes", action="store_true", help="remove it")
     clean.add_argument("--older-than", type=float, default=7.0, metavar="DAYS", help="only what is older (7)")
@@ -113,6 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         chosen = [f"--{name}={value}" for name in ("layout", "dtype", "to") if (value := getattr(options, name))]
         return export_state(volume, options.state, [*chosen, *["--saturate"] * options.saturate])
+    if options.command == "upload":
+        from entrypoint.uploads import upload as upload_run
+
+        return upload_run(volume, options.run, options.repo, options.public, os.environ)
     if options.command == "states":
         from entrypoint.states import show_states
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bootstrap.outcome import Outcome
+from bootstrap.uploads import all_uploaded
 from bootstrap.volume import Volume
 from entrypoint.ended import already_done
 from entrypoint.job_files import JobFile
@@ -45,7 +46,15 @@ class EndOfWork:
             return
         again = None
         for job, outcome in [self.last] if self.last else self._done_before(files):
-            done = finish(self.volume, job, outcome, self.environment, persistent=self.persistent, pause=self.pause)
+            done = finish(
+                self.volume,
+                job,
+                outcome,
+                self.environment,
+                persistent=self.persistent,
+                uploaded=all_uploaded(self.volume.run(job.name), job),
+                pause=self.pause,
+            )
             print(f"{job.name}: {done.message}", flush=True)
             again = done.again
             if done.action != "idle":

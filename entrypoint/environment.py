@@ -39,11 +39,11 @@ CACHES = {
 TEMPORARY = "cache/tmp"  # a folder for each container below it
 PORTS = {"FLUXPOD_SSH_PORT": 22, "FLUXPOD_PAGE_PORT": 7860, "FLUXPOD_JUPYTER_PORT": 8888}
 OLD_TOKEN_NAMES = ("HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
-TOKENS = ("HF_TOKEN", *OLD_TOKEN_NAMES, "RUNPOD_API_KEY", "FLUXPOD_RUNPOD_API_KEY", "WANDB_API_KEY")
+TOKENS = ("HF_TOKEN", "HF_UPLOAD_TOKEN", *OLD_TOKEN_NAMES, "RUNPOD_API_KEY", "FLUXPOD_RUNPOD_API_KEY", "WANDB_API_KEY")
 PASSWORDS = ("FLUXPOD_PASSWORD", "JUPYTER_PASSWORD")
 
-# A shell on the pod downloads from the hub. It calls no platform and knows no password.
-SHELL_SECRETS = ("HF_TOKEN",)
+# A shell on the pod downloads from the hub and uploads to it. It calls no platform and knows no password.
+SHELL_SECRETS = ("HF_TOKEN", "HF_UPLOAD_TOKEN")
 _OF_THE_SHELL = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_", "container"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MISSING_SECRET = re.compile(r"\{\{\s*RUNPOD_SECRET_([^\s{}]*)\s*\}\}")

@@ -26,6 +26,7 @@ from bootstrap.pod import Pod, read_pod
 from bootstrap.quiet import QuietWatch
 from bootstrap.remote import is_remote
 from bootstrap.state import list_states
+from bootstrap.uploads import owes_upload
 from bootstrap.volume import Volume, write_json
 from bootstrap.volume_probe import probe_volume
 from entrypoint.attempts import Attempts
@@ -46,7 +47,9 @@ VOLUME_EVERY = 10.0  # seconds between two tries to write to a volume that canno
 DATA_EVERY = 30.0  # seconds between two looks at data that cannot be used now anyway
 ACCESS_AGAIN = 900.0  # seconds after which a refused download is tried again: hubs have bad quarters of an hour
 HELD = (JOB_WRONG, POD_WRONG, ACCESS_REFUSED)
-Readiness = Literal["ready", "later", "over"]  # over: nothing happens until somebody changes something
+# upload: trained, and the result is yet to be brought to the hub, which takes no GPU. over: nothing happens until
+# somebody changes something.
+Readiness = Literal["ready", "upload", "later", "over"]
 
 
 @dataclass(frozen=True)
@@ -190,13 +193,17 @@ class PodLoop:
         self.files = self._one_for_each_name(self.job_folder.look())
         self._stop_removed()
         self._hold_unreadable()
-        taken = {gpu for child in self.children.values() for gpu in child.gpus}
+        training = [child for name, child in self.children.items() if not self._only_uploads(name)]
+        taken = {gpu for child in training for gpu in child.gpus}
         free = [gpu.index for gpu in self.pod.gpus if gpu.index not in taken]
-        can_start = bool(free) if self.pod.gpus else not self.children
+        can_start = bool(free) if self.pod.gpus else not training
         readiness = {file.name: self._readiness(file, can_start) for file in self.files}
         waiting = [Waiting(f, f.loaded.job.gpus) for f in self.files if f.loaded and readiness[f.name] == "ready"]
-        for job, gpus in choose(waiting, free, len(self.pod.gpus), len(self.children)):
+        for job, gpus in choose(waiting, free, len(self.pod.gpus), len(training)):
             self._start(job.file, gpus)
+        for file in self.files:
+            if readiness[file.name] == "upload":
+                self._start(file, ())
         for job in waiting:
             if job.file.name not in self.children:
                 self.telling.tell(
@@ -237,7 +244,8 @@ class PodLoop:
         if file.name in self.children:
             return "later"
         folder = self.volume.run(file.name)
-        if already_done(file.loaded, folder):
+        trained = already_done(file.loaded, folder)
+        if trained and not owes_upload(folder, file.loaded.job):
             self.telling.once(file.name, f"{file.name} is done")
             return "over"
         paths = self._data_of(file.loaded.job)
@@ -251,10 +259,17 @@ class PodLoop:
         if not self.leases.clear(folder.lease):  # its status is the owner's to write
             self.telling.once(file.name, f"{file.name}: waiting, another pod runs it or has just died")
             return "later"
+        if trained:
+            return "upload"
         if reason := self.quiet.waiting_for(paths, 0.0 if can_start else DATA_EVERY):
             self.telling.tell(file.name, "pending", f"waiting: {reason}")
             return "later"
         return "ready"
+
+    def _only_uploads(self, name: str) -> bool:
+        """Whether a child's training is over, so that its GPUs are free for the next job."""
+        status = Status.read(self.volume.run(name).status)
+        return status is not None and status.phase == "uploading"
 
     def _data_of(self, job: Job) -> list[Path]:
         """What the job names on the volume, there or not: its pictures and masks, and the weights it starts from."""
@@ -282,6 +297,8 @@ class PodLoop:
             environment[SHARE] = f"{len(gpus)}/{len(self.pod.gpus)}"
         on = f" on GPU {', '.join(map(str, gpus))}" if gpus else ""
         print(f"--- {file.path.name}: starting {file.name}{on}", flush=True)
+        if self._only_uploads(file.name):  # says an earlier start of it, which was killed
+            StatusFile(self.volume.run(file.name).status).tell("pending", "starting")
         command = [sys.executable, "-m", "entrypoint.cli", "run", str(file.path), "--volume", str(self.volume.root)]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         self.children[file.name] = Child(file, gpus, process)
@@ -315,6 +332,8 @@ class PodLoop:
         elif code in HELD:
             ended.again_at = time.monotonic() + ACCESS_AGAIN if code == ACCESS_REFUSED else None
             notify(job.notify, name, "held", outcome.reason)
+            if already_done(file.loaded, folder):  # but for its upload: what it says of the pod's end holds
+                self.end_of_work.last = (job, Outcome(DONE, outcome.reason, outcome.step))
         else:
             states, _ = list_states(folder.states)
             attempts = Attempts.read(folder.root, file.text).crashed(states[-1].step if states else 0)

@@ -44,6 +44,7 @@ from bootstrap.resume import changed_settings, choose_state, refuse_absent_adapt
 from bootstrap.room import refuse_without_room
 from bootstrap.run_file import RunFile
 from bootstrap.state import State, list_states, read_state, remove_leftovers
+from bootstrap.uploads import owes_upload
 from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
 from bootstrap.volume_probe import VolumeFacts, probe_volume, room
 from bootstrap.wanted import Wanted
@@ -52,6 +53,7 @@ from entrypoint.check import render_plan
 from entrypoint.data_table import render_data
 from entrypoint.ended import already_done, output_of
 from entrypoint.launch import (
+    LOOK_EVERY,
     PARENT,
     SHARE,
     Stop,
@@ -67,6 +69,7 @@ from entrypoint.launch import (
 from entrypoint.probe import examine
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, StatusFile
+from entrypoint.uploads import BackgroundUploads, held, refuse_unwritable
 from jobs.load import LoadedJob, load_job, read_text
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
@@ -149,13 +152,13 @@ def run_job(job_file: Path, volume_root: Path, stop: Stop | None = None) -> int:
     folder = volume.run(loaded.job.name)
     folder.root.mkdir(parents=True, exist_ok=True)
     running = Running(job_file, loaded.text, volume, folder, StatusFile(folder.status), stop)
-    if already_done(loaded, folder):
+    if _nothing_to_do(loaded, folder):
         return _still_done(loaded.job, running)
     lease = HeldLease(folder.lease, os.environ.get("RUNPOD_POD_ID", ""), running.lease_lost, running.status.beat)
     if not wait_for_lease(lease, stop, patient=not parent):
         return STOPPED
     with lease:
-        if already_done(loaded, folder):  # by the other pod, while this one waited for it
+        if _nothing_to_do(loaded, folder):  # done by the other pod, while this one waited for it
             return _still_done(loaded.job, running)
         outcome = _outcome_of(loaded, running)
         _tell(outcome, loaded.job, running)
@@ -216,6 +219,10 @@ def _fault(error: Exception, running: Running) -> Outcome:
     return Outcome(CRASH, f"{type(error).__name__}: {error} (more in {running.folder.log})", 0)
 
 
+def _nothing_to_do(loaded: LoadedJob, folder: RunFolder) -> bool:
+    return already_done(loaded, folder) and not owes_upload(folder, loaded.job)
+
+
 def _still_done(job: Job, running: Running) -> int:
     """A finished job run again does nothing, and says so."""
     print(f"done: {job.name} is done already: {output_of(running.folder, job)}", flush=True)
@@ -246,6 +253,9 @@ def _tell(outcome: Outcome, job: Job, running: Running) -> None:
 def _run(loaded: LoadedJob, running: Running) -> Outcome:
     job, folder = loaded.job, running.folder
     end_leftovers(running.volume, job.name)
+    if already_done(loaded, folder):  # but for the upload
+        run = RunFile.read(folder.run_file)
+        return bring_result(Outcome(DONE, f"all {run.plan.steps} steps are done", run.plan.steps), run, running)
     remove_leftovers(folder.states)
     remove_parts(folder.root, folder.processes, folder.samples, folder.output)
     rotate(folder.log)
@@ -258,9 +268,13 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
         outcome = Outcome(DONE, f"{job.name} is done already", run.plan.steps)
         outcome.write(folder.outcome)
-        return outcome
+        return bring_result(outcome, run, running)
     encode(run, dataset, running)
-    return train(run, running)
+    uploads = BackgroundUploads(run, job, folder.log)
+    try:
+        return finish_uploads(train(run, running, uploads), job, uploads, running)
+    finally:
+        uploads.end()
 
 
 def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
@@ -273,6 +287,7 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
     if coming is not None:  # before anything that takes time: a token that is refused is no matter of the GPU's
         running.preparing(f"weights: asking for {job.base}")
         refuse_unreadable(coming.repo, coming.revision, os.environ.get("HF_TOKEN"), running.preparing)
+    refuse_unwritable(job, os.environ, running.preparing)
     running.status.tell("preparing", "measuring the pod")
     pod = examine(job, pod, facts, volume, running.say, running.stop, download=coming is not None)
     # The data first: what is wrong with them should not come out after an hour of fetching weights.
@@ -406,7 +421,7 @@ def _encoding_failed(statuses: list[int], run: RunFile) -> Exception:
     return PodError(text) if worst == POD_WRONG else PreparationError(text)
 
 
-def train(run: RunFile, running: Running) -> Outcome:
+def train(run: RunFile, running: Running, uploads: BackgroundUploads) -> Outcome:
     """Launches the trainer and follows it to its outcome."""
     start, steps = _last_step_of(run), run.plan.steps
     progress = TrainingProgress(run.folder.metrics, run.folder.log, start, steps)
@@ -415,7 +430,8 @@ def train(run: RunFile, running: Running) -> Outcome:
     def look() -> None:
         if progress.look():
             phase: Phase = "stopping" if running.stop.requested else "training"
-            told = phase + dropped_attention(run.folder) + sample_alarm(run.folder) + running.notice()
+            uploading = f" ({uploads.line})" if uploads.line else ""
+            told = phase + dropped_attention(run.folder) + sample_alarm(run.folder) + uploading + running.notice()
             running.status.tell(phase, told, step=progress.step, steps=steps)
 
     def limit() -> float:
@@ -439,6 +455,31 @@ def train(run: RunFile, running: Running) -> Outcome:
     if outcome.code == CRASH:
         print(f"The end of {run.folder.log}:\n{last_lines(run.folder.log)}", flush=True)
     return outcome
+
+
+def bring_result(outcome: Outcome, run: RunFile, running: Running) -> Outcome:
+    """Uploads what is missing of a run whose steps are done, where its job asks for it."""
+    uploads = BackgroundUploads(run, run.job, running.folder.log)
+    try:
+        return finish_uploads(outcome, run.job, uploads, running)
+    finally:
+        uploads.end()
+
+
+def finish_uploads(outcome: Outcome, job: Job, uploads: BackgroundUploads, running: Running) -> Outcome:
+    """Waits until the result is verified on the hub. A run that is not done yet uploads nothing more for now."""
+    if outcome.code != DONE:
+        return outcome
+    uploads.training_is_over(finished=True)
+    told = ""
+    while uploads.busy:
+        uploads.wait(LOOK_EVERY)
+        if running.stop.requested:
+            reason = "all steps are done; stopped by a signal in the upload, which goes on at the next start"
+            return Outcome(STOPPED, reason, outcome.step)
+        if uploads.busy and told != (told := uploads.line or "uploading"):
+            running.status.tell("uploading", told, step=outcome.step, steps=outcome.step)
+    return held(job, uploads.refused, outcome.step) if uploads.refused else outcome
 
 
 def dropped_attention(folder: RunFolder) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from bootstrap.volume import read_json, write_json
 
-Phase = Literal["pending", "preparing", "training", "stopping", "done", "held", "failed"]
+Phase = Literal["pending", "preparing", "training", "stopping", "uploading", "done", "held", "failed"]
 
 
 @dataclass(frozen=True)

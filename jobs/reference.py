@@ -86,9 +86,10 @@ def _keys(
             value = written[name] if name in written else _extra(field)["example"]
             yield f"{indent}{mark}{name}: {spelled(value)}\n"
             continue
-        yield f"{indent}{mark}{name}:\n"
         inside = written.get(name, {})
         text = "".join(_keys(inner, here, inside[0] if many else inside, off, switched_off))
+        empty = not re.search(r"^ *\w", text, re.MULTILINE)  # a group needs a key
+        yield f"{indent}{'#' if empty else mark}{name}:\n"
         if many:
             text = _dashed(text)
         yield text.removeprefix("\n")

@@ -32,6 +32,7 @@ def contradictions(written: Mapping[str, Any]) -> list[Finding]:
         _schedule,
         _sample,
         _save,
+        _output,
         _validation,
         _gpus,
         _buckets,
@@ -158,6 +159,12 @@ def _validation(written: Mapping[str, Any]) -> Iterator[Finding]:
     if isinstance(path, str) and "://" in path:
         message = "is not on the volume, and pictures of validation are not fetched"
         yield Finding(("validation", "path"), message, "Put a folder or zip on the volume, or write fraction: 0.1")
+
+
+def _output(written: Mapping[str, Any]) -> Iterator[Finding]:
+    output = _group(written, "output")
+    for name in () if output.get("hub") is not None else sorted(set(output) & {"private", "states"}):
+        yield Finding(("output", name), "has no effect: nothing is uploaded", "Add hub: owner/name, or delete it")
 
 
 def _gpus(written: Mapping[str, Any]) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from jobs.values import (
     Count,
     CropFocus,
     FilePath,
+    HubRepo,
     Interval,
     KeptWeights,
     LoraLayout,
@@ -423,6 +424,30 @@ class Validation(Section):
         return self.best != "tell"
 
 
+class Output(Section):
+    """Where the result goes, beside output/ on the volume."""
+
+    hub: HubRepo | None = key(
+        None,
+        doc="A repository of the Hugging Face hub that gets the finished file with a model card and the last samples; "
+        "made if it is not there. Needs a token with the right to write: HF_UPLOAD_TOKEN, or HF_TOKEN.",
+        why="A browser does not bring 24 GB from a pod.",
+        example="me/paper-flowers",
+        left_out="nothing leaves the pod",
+    )
+    private: Switch = key(
+        True,
+        doc="Whether only you can see that repository. With true a public one that is there is refused; with false a "
+        "new one is made public.",
+        why="Nothing is published by surprise.",
+    )
+    states: Switch = key(
+        False,
+        doc="Whether each state's weights are uploaded, too, while training goes on: states/NAME-000500.safetensors.",
+        why="Of a full model each takes 24 GB of what your account may store.",
+    )
+
+
 class Notify(Section):
     """Addresses that hear how a run ended."""
 
@@ -706,6 +731,9 @@ class Job(Section):
         "learn the others by heart. Write validation: {} for the defaults.",
         why="Few have pictures to spare.",
         left_out="no validation",
+    )
+    output: Output = key(
+        Output(), doc="Where the result goes, beside output/ on the volume.", left_out="nothing leaves the pod"
     )
     gpus: Count | None = key(
         None,

@@ -174,6 +174,23 @@ def _address(value: Any) -> str:
     return text
 
 
+# As the hub takes them: letters, digits, '-', '_' and '.', no two of '-' or '.' together, none at an end.
+REPO_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_]|[.-](?![.-]))*(?<![.-])"
+_REPO = re.compile(rf"{REPO_PART}/{REPO_PART}")
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/")
+
+
+def _hub_repo(value: Any) -> str:
+    """owner/name, as in the address of a repository's page."""
+    text = _HUB_PAGE.sub("", _some_text(value).strip()).removesuffix("/")
+    if _REPO.fullmatch(text) and len(text) <= 96:
+        return text
+    if "/" not in text:
+        raise wrong(f"{shown(value)} names no owner", f"Write your-account/{text}: whose account, then a name")
+    remedy = "Write owner/name of letters, digits, '.', '_' and '-', at most 96, such as me/paper-flowers"
+    raise wrong(f"{shown(value)} is no name of a hub repository", remedy)
+
+
 def _choose(value: Any, known: tuple[str, ...], otherwise: str = "") -> str:
     """``value`` where it is one of ``known`` or, with ``otherwise`` (what to call that), an import path."""
     if isinstance(value, str) and (value in known or (otherwise and re.fullmatch(IMPORT_PATH, value))):
@@ -306,6 +323,11 @@ Switch = Annotated[bool, BeforeValidator(_switch)]
 FilePath = Annotated[str, BeforeValidator(_path), json_schema(type="string", minLength=1)]
 Address = Annotated[str, BeforeValidator(_address), json_schema(type="string", pattern=r"^(https?://|\$)\S+$")]
 Name = Annotated[str, BeforeValidator(_name), json_schema(type="string", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$")]
+HubRepo = Annotated[
+    str,
+    BeforeValidator(_hub_repo),
+    json_schema(type="string", pattern=rf"^(https?://[^/]+/)?{REPO_PART}/{REPO_PART}/?$"),
+]
 Resolution = Annotated[
     int | tuple[int, ...],
     BeforeValidator(_resolution),

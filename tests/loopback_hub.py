@@ -1,4 +1,4 @@
-"""A Hugging Face hub on the loopback, for as much of its protocol as a fetch uses, and the faults it can show.
+"""A Hugging Face hub on the loopback, for as much of its protocol as fetches and uploads use, and its faults.
 
 Point HF_ENDPOINT at ``hub.endpoint`` before huggingface_hub is imported, that is, in a process started for the purpose.
 Every request is kept in ``hub.requests``; the bytes of large files come from another path, as from the hub's CDN.
@@ -22,6 +22,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests import loopback_uploads
+from tests.loopback_uploads import Store
+
 LFS_FROM = 100_000  # bytes; larger files are LFS objects, as .safetensors are on the hub
 
 
@@ -34,6 +37,10 @@ class Repo:
     revisions: tuple[str, ...] = ("main",)
     gated: bool = False
     readers: tuple[str, ...] = ()  # tokens whose accounts accepted the licence
+    private: bool = False
+    card: dict[str, str] = field(default_factory=dict)  # what its README.md says of it
+    wrong_sums: set[str] = field(default_factory=set)  # paths that a listing of some files shows with another checksum
+    history: list[str] = field(default_factory=list)  # of commits made here, their messages
     wrong_bytes: set[str] = field(default_factory=set)  # paths whose content is served spoilt, in its right size
 
     def files(self) -> dict[str, Path]:
@@ -63,11 +70,15 @@ class LoopbackHub:
         self.repos: dict[str, Repo] = {}
         self.tokens: set[str] = set()
         self.restricted: set[str] = set()  # valid tokens without the right to read gated repositories
+        self.accounts: dict[str, Any] = {}  # by token: see loopback_uploads.account
+        self.store = Store()
+        self.xet = ""  # the address that is told to those who would upload by Xet; "" where there is no Xet
+        self.made = Path()  # where new repositories go
         self.requests: list[str] = []
         self.ranges: list[tuple[str, str]] = []  # of requests, with the range that each asked for
         self.authorizations: set[str] = set()
         self.faults: list[tuple[Fault, list[int]]] = []
-        self._counting = threading.Lock()
+        self._counting, self.writing = threading.Lock(), threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         port = self._server.server_address[1]
@@ -128,23 +139,26 @@ def _answer(hub: LoopbackHub, path: str, token: str | None) -> Answer:
             return _refusal(hub, found[1], repo, token) or (500, {}, b"")
         if found[3] not in (*repo.revisions, repo.commit):
             return _error(404, "RevisionNotFound", f"Invalid rev id: {found[3]}")
-        listing: Any = [_entry(name, file) for name, file in repo.files().items()]
-        if found[2] == "revision":
-            siblings = [
-                {("rfilename" if k == "path" else "blobId" if k == "oid" else k): v for k, v in e.items()}
-                for e in listing
-            ]
-            listing = {
-                "id": found[1],
-                "modelId": found[1],
-                "sha": repo.commit,
-                "gated": repo.gated,
-                "siblings": siblings,
-            }
-        return 200, {"Content-Type": "application/json"}, json.dumps(listing).encode()
+        told = listing(found[1], repo, plain=found[2] == "tree")
+        return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
     if found := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
         return _resolve(hub, found[1], found[2], found[3], token)
     return _error(404, "", "No such page")
+
+
+def listing(name: str, repo: Repo, plain: bool = False) -> Any:
+    """What the hub tells of a repository: its files alone (``plain``), or all."""
+    entries = [_entry(path, file) for path, file in repo.files().items()]
+    if plain:  # where a large file's sha256 has another name
+        return [
+            {**e, "lfs": {("oid" if k == "sha256" else k): v for k, v in e["lfs"].items()}} if "lfs" in e else e
+            for e in entries
+        ]
+    siblings = [
+        {("rfilename" if k == "path" else "blobId" if k == "oid" else k): v for k, v in e.items()} for e in entries
+    ]
+    facts = {"id": name, "modelId": name, "sha": repo.commit, "gated": repo.gated, "private": repo.private}
+    return facts | {"siblings": siblings} | ({"cardData": repo.card} if repo.card else {})
 
 
 def _resolve(hub: LoopbackHub, name: str, revision: str, file: str, token: str | None) -> Answer:
@@ -195,6 +209,23 @@ def _sums(file: Path, size: int, modified: int) -> tuple[int, str, str]:
     return size, sha1.hexdigest(), sha256.hexdigest()
 
 
+def _faulty(fault: Fault | None) -> Answer | None:
+    return (fault.status, fault.headers, b"{}") if fault and fault.status else None
+
+
+def _read_body(handler: BaseHTTPRequestHandler, fault: Fault | None) -> bytes | None:
+    """What was sent; None where the connection is to end before all of it is read."""
+    size = int(handler.headers.get("Content-Length", 0))
+    if fault and size and (fault.stall or fault.cut):
+        handler.rfile.read(int(size * fault.share))
+        time.sleep(fault.stall)
+        handler.close_connection = True
+        return None
+    if fault and fault.rate:
+        time.sleep(size / fault.rate)
+    return handler.rfile.read(size)
+
+
 def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -206,15 +237,17 @@ def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
             given = self.headers.get("Authorization")
             token = given.removeprefix("Bearer ") if given else None
             if given:
-                assert not path.startswith("/cdn/"), "a token went to another host"
+                assert not path.startswith(("/cdn/", "/store/")) or path == "/store/verify", "a token went elsewhere"
                 hub.authorizations.add(given)
             fault = hub.fault_for(f"{self.command} {path}")
-            if fault and fault.status:
-                self._send((fault.status, fault.headers, b"{}"), None)
-            else:
-                self._send(_answer(hub, path, token), fault)
+            body = _read_body(self, fault)
+            if body is None:
+                return
+            with hub.writing:
+                told = _faulty(fault) or loopback_uploads.answer(hub, self.command, path, body, token)
+            self._send(told or _answer(hub, path, token), None if body or _faulty(fault) else fault)
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
         def _send(self, answer: Answer, fault: Fault | None) -> None:
             status, headers, body = answer
@@ -264,9 +297,10 @@ def _handler(hub: LoopbackHub) -> Callable[..., BaseHTTPRequestHandler]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
     """A hub without repositories; processes started during the test take it for the real one."""
     with LoopbackHub() as running:
+        running.made = tmp_path / "hub"
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield running

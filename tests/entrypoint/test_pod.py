@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bootstrap import clocks, quiet
 from bootstrap.lease import Lease
-from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
+from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.pod import Gpu, Pod
+from bootstrap.uploads import Record, Uploaded
 from bootstrap.volume import Volume, write_atomically, write_json
 from entrypoint import end_of_work
 from entrypoint import pod as pod_module
@@ -26,6 +29,7 @@ from entrypoint.pod import PodLoop, Waiting, choose, create_patiently
 from entrypoint.status import Status, StatusFile
 from entrypoint.when_done import Finish
 from jobs.load import load_job, parse_job
+from jobs.schema import Job
 from tests.loopback_runpod import LoopbackRunPod
 
 GIB = 1 << 30
@@ -106,7 +110,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def popen(command: list[str], **options: object) -> subprocess.Popen[bytes]:
         commands.append(command)
-        return real([sys.executable, "-c", f"import sys; sys.exit({codes[0]})"], stdin=subprocess.DEVNULL)
+        return real([sys.executable, "-c", f"import sys, time; sys.exit({codes[0]})"], stdin=subprocess.DEVNULL)
 
     monkeypatch.setattr(pod_module.subprocess, "Popen", popen)
     return commands
@@ -598,3 +602,81 @@ def test_a_second_signal_reaches_the_runs(volume: Volume, clock: Clock, monkeypa
     with pytest.raises(SystemExit):
         loop.end()
     assert calls == ["TERM", "TERM", f"wait {clocks.LEAVE:g}"]
+
+
+# ---------------------------------------------------------------- results that leave the pod
+
+
+HUB = "output: {hub: me/flowers}"
+
+
+def done_but_for_the_upload(volume: Volume, name: str, *more: str) -> Path:
+    file = drop(volume, name, HUB, *more)
+    folder = volume.run(name)
+    write_atomically(folder.job, file.read_bytes())
+    folder.output.mkdir()
+    save_file({"weight": np.zeros(4)}, folder.output / f"{name}.safetensors")
+    Outcome(DONE, "all 10 steps are done", 10).write(folder.outcome)
+    return file
+
+
+def test_an_upload_that_is_left_takes_no_gpu(volume: Volume, started: list[list[str]]) -> None:
+    done_but_for_the_upload(volume, "a")
+    drop(volume, "b")
+    loop = make_loop(volume)
+    loop.turn()
+    loop.turn()
+    assert {name: child.gpus for name, child in loop.children.items()} == {"a": (), "b": (0,)}
+    loop.end()
+
+
+def test_a_run_that_only_uploads_leaves_its_gpus_to_the_next(volume: Volume, started: list[list[str]]) -> None:
+    drop(volume, "a", HUB)
+    drop(volume, "b")
+    codes[0] = "time.sleep(60)"  # type: ignore[call-overload]
+    StatusFile(volume.run("a").status).tell("uploading", "of an earlier start, which was killed")
+    loop = make_loop(volume)
+    try:
+        loop.turn()
+        loop.turn()
+        assert list(loop.children) == ["a"]
+        StatusFile(volume.run("a").status).tell("uploading", "3.1 of 23.8 GB")
+        loop.turn()
+        assert list(loop.children) == ["a", "b"]
+    finally:
+        codes[0] = 0
+        loop.end()
+
+
+def test_a_pod_is_stopped_after_an_upload_that_failed_and_not_deleted(
+    volume: Volume, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its volume keeps the result; only what the hub has is nobody's loss."""
+    finished: list[tuple[int, bool]] = []
+
+    def finish(volume: Volume, job: Job, outcome: Outcome, environ: object, **told: Any) -> Finish:
+        finished.append((outcome.code, told["uploaded"]))
+        return Finish("idle", True, "")
+
+    monkeypatch.setattr(end_of_work, "finish", finish)
+    done_but_for_the_upload(volume, "a", "when_done: terminate")
+    codes[0] = ACCESS_REFUSED
+    try:
+        loop = make_loop(volume)
+        loop.turn()
+        loop.turn()
+        turn_until_ended(loop)
+        assert loop.idle
+        look_at_the_end(loop)
+    finally:
+        codes[0] = 0
+    assert finished == [(DONE, False)]
+    output = volume.run("a").output / "a.safetensors"
+    found = output.stat()
+    file = Uploaded("aa", found.st_size, found.st_mtime_ns, "c0ffee")
+    Record("me/flowers").with_file("a.safetensors", file, "").write(volume.run("a"))
+    loop = make_loop(volume)
+    loop.turn()
+    loop.turn()
+    look_at_the_end(loop)
+    assert finished[1:] == [(DONE, True)]
