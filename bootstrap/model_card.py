@@ -22,10 +22,11 @@ DEV_LICENCE = {
     "license_link": "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
 }
 SCHNELL_LICENCE = {"license": "apache-2.0"}
-# Not of the settings that made the model: where things lie, when they are written, and what only speeds it up.
-LEFT_OUT = (
-    *("name", "base", "vae", "text_encoders", "datasets", "save", "sample", "output", "notify", "when_done", "gpus"),
-    *("plan", "least_speed", "bad_images", "resume_from"),
+# What made the model. Named one by one: a key that comes to be may hold a path, or somebody's address.
+SETTINGS = (
+    *("method", "lora", "steps", "epochs", "images_per_step", "resolution", "bucket_step", "upscale", "learning_rate"),
+    *("schedule", "schedule_args", "warmup", "optimizer", "optimizer_args", "weight_decay", "max_grad_norm"),
+    *("timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "guidance", "t5_mask", "caption_dropout", "seed"),
 )
 
 
@@ -199,12 +200,11 @@ def _use(facts: Facts) -> list[str]:
 
 def _settings(facts: Facts) -> str:
     job = facts.job
-    values = job.model_dump(mode="json", exclude=set(LEFT_OUT))
+    values = job.model_dump(mode="json", include=set(SETTINGS), exclude={"lora": {"start"}})
     flat: dict[str, Any] = {}
     for name, value in values.items():
         inside = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         flat |= {key: each for key, each in inside.items() if each not in (None, {}, [])}
-    flat.pop("lora.start", None)  # a path
     rows = [f"| {name} | {_cell(_spelled(value))} |" for name, value in flat.items()]
     digest = f"\nJob: sha256 `{facts.digest}`. " if facts.digest else "\n"
     made = f"{digest}Trained with fluxpod.\n"

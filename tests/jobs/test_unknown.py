@@ -47,5 +47,16 @@ def test_every_name_of_another_tool_leads_to_a_key_of_ours() -> None:
 
 def test_all_groups_are_found() -> None:
     groups = dict(unknown.sections())
-    assert set(groups) == {"", "text_encoders", "lora", "datasets[]", "save", "sample", "validation", "notify", "plan"}
+    assert set(groups) == {
+        "",
+        "text_encoders",
+        "lora",
+        "datasets[]",
+        "save",
+        "sample",
+        "validation",
+        "output",
+        "notify",
+        "plan",
+    }
     assert groups[""] is Job
