@@ -73,7 +73,10 @@ def licence_of(facts: Facts) -> dict[str, str]:
     if facts.toy:
         return {}
     if facts.licence.get("license"):
-        return facts.licence
+        link = facts.licence.get("license_link", "")
+        if not link or "://" in link:
+            return facts.licence
+        return facts.licence | {"license_link": f"https://huggingface.co/{facts.base_repo}/blob/main/{link}"}
     return DEV_LICENCE if facts.guidance else SCHNELL_LICENCE if "schnell" in facts.base_repo.lower() else {}
 
 

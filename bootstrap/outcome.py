@@ -27,6 +27,10 @@ class AccessError(Exception):
     """Weights or data cannot be had with these credentials, or not now; the message says what to do."""
 
 
+class NotNowError(AccessError):
+    """It may go well a little later: the hub is down, or there is no network."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     code: int

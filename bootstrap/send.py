@@ -154,8 +154,12 @@ def _by_xet(parcel: Parcel, sha256: str, headers: dict[str, str], tell: Tell) ->
     """What a broken Xet upload has brought is found again by its chunks' hashes, in HF_HOME and on the server."""
     from huggingface_hub.utils._xet import get_xet_session, xet_headers_without_auth
 
-    def note(report: Any, _: object) -> None:
-        tell(bytes=report.total_bytes_completed, moved=report.total_transfer_bytes_completed)
+    last = (0, 0)
+
+    def note(report: Any, _: object) -> None:  # comes ten times a second, whether anything moves or not
+        nonlocal last
+        if last != (last := (report.total_bytes_completed, report.total_transfer_bytes_completed)):
+            tell(bytes=last[0], moved=last[1])
 
     try:
         with get_xet_session().new_upload_commit(

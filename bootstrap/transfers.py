@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from bootstrap import hub
 from bootstrap.hub import RemoteFile
-from bootstrap.outcome import AccessError, PodError
+from bootstrap.outcome import AccessError, NotNowError, PodError
 from bootstrap.receive import Order
 from bootstrap.send import Parcel
 from jobs.secret import is_secret
@@ -335,7 +335,7 @@ class Transfers:
         if kind == "volume":
             message = _after_volume_failed(task, message)
         if task.tries > len(self.patience.waits):
-            raise PodError(message) if kind == "volume" else AccessError(message)
+            raise PodError(message) if kind == "volume" else NotNowError(message)
         for what in ("get", "send"):
             if what in task.request and task.tries >= 2:
                 task.request[what]["plain"] = True

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from bootstrap.model_card import Picture
-from bootstrap.state import list_states
+from bootstrap.state import MODEL_FILE
 from bootstrap.volume import RunFolder, read_json, write_json
 from jobs.schema import Job
 
@@ -105,9 +105,16 @@ def missing(folder: RunFolder, job: Job, record: Record, finished: bool) -> list
     if finished:
         files[f"{job.name}.safetensors"] = folder.output / f"{job.name}.safetensors"
     if job.output.states:
-        files |= {state_path(job, state.step): state.model for state in list_states(folder.states)[0]}
+        files |= {state_path(job, step): file for step, file in _models(folder)}
     lacking = {path: file for path, file in files.items() if file.exists() and not record.holds(path, file)}
     return [piece for path, file in lacking.items() if (piece := Piece.of(path, file))]
+
+
+def _models(folder: RunFolder) -> list[tuple[int, Path]]:
+    """The weights of the states by step, told from names alone: this is asked every few seconds. What has a state's
+    name is whole, since it was renamed to it."""
+    found = [(path.name.removeprefix("step-"), path) for path in folder.states.glob("step-*")]
+    return sorted((int(step), path / MODEL_FILE) for step, path in found if step.isdecimal())
 
 
 def state_path(job: Job, step: int) -> str:

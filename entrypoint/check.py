@@ -17,7 +17,7 @@ from pathlib import Path
 from bootstrap.estimate import in_gib, in_time
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
-from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, AccessError, PodError
+from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, AccessError, NotNowError, PodError
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
 from bootstrap.prompts import with_prompts
@@ -84,6 +84,8 @@ def _output(job: Job) -> int:
 
     try:
         print(look_at(job, os.environ))
+    except NotNowError as error:
+        print(textwrap.fill(f"note: output.hub was not asked: {error}", WIDTH))
     except AccessError as error:
         print(textwrap.fill(f"output.hub: {error}", WIDTH), file=sys.stderr)
         return ACCESS_REFUSED

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from bootstrap.bases import parse_base
+from bootstrap.bases import Base, parse_base
 from bootstrap.hub_writes import upload_token
 from bootstrap.model_card import Facts, model_card
-from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, AccessError, Outcome, PodError
+from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, AccessError, NotNowError, Outcome, PodError
 from bootstrap.run_file import RunFile
 from bootstrap.send import Parcel
 from bootstrap.state import list_states
@@ -29,11 +29,12 @@ from jobs.schema import Job
 
 Say = Callable[[str], None]
 
-LOOK_EVERY = 5.0  # seconds between two looks for a new state
+LOOK_EVERY = 10.0  # seconds between two looks for a new state
 AGAIN = 600.0  # seconds to the next try of what failed while training goes on
 # At the end: about ten minutes of a hub in trouble, then the run is held with code 69 and tried again from outside.
 PATIENCE = Patience(waits=(2.0, 10.0, 30.0, 120.0, 300.0), flush=1000.0)
 BESIDE_TRAINING = Patience(waits=(10.0, 60.0, 300.0), flush=1000.0, report=60.0)
+BEFORE_TRAINING = Patience(stall=30.0, waits=(2.0, 10.0))  # the GPU is billed meanwhile
 CHECK = Patience(stall=30.0, waits=())  # a person waits
 END_LIMIT = 5.0  # seconds for the thread to end; it looks several times a second
 
@@ -44,15 +45,21 @@ class _Ended(BaseException):
 
 def refuse_unwritable(job: Job, environ: Mapping[str, str], say: Say) -> None:
     """Makes the repository of the job's output, if it is not there. Raises AccessError, in words, where the token may
-    not write to it: before hours of training rather than after."""
+    not write to it: before hours of training rather than after. A hub that does not answer is only told: it may by
+    then."""
     if job.output.hub is None:
         return
     token = upload_token(environ)
     say(f"output: asking for the right to write to {job.output.hub}")
-    with Transfers(token, say, lambda: None, program=SEND, bar=False) as transfers:
-        if _open(transfers, job, "")["made"]:
-            kind = "private" if job.output.private else "public"
-            say(f"output: made https://huggingface.co/{job.output.hub}, {kind}")
+    try:
+        with Transfers(token, say, lambda: None, BEFORE_TRAINING, program=SEND, bar=False) as transfers:
+            made = _open(transfers, job, "")["made"]
+    except NotNowError as error:
+        say(f"warning: output: {error} The run begins all the same.")
+        return
+    if made:
+        kind = "private" if job.output.private else "public"
+        say(f"output: made https://huggingface.co/{job.output.hub}, {kind}")
 
 
 def look_at(job: Job, environ: Mapping[str, str]) -> str:
@@ -76,7 +83,7 @@ class Uploads:
         self.run, self.job, self.repo = run, job, job.output.hub
         self.environ, self._say, self.attend = environ, say, attend
         self.line = ""
-        self._base = parse_base(job.base, Volume(run.volume))
+        self._base = _base_of(job, Volume(run.volume))
         self._licence: dict[str, str] | None = None  # not asked yet
 
     @property
@@ -143,6 +150,13 @@ class Uploads:
             card=model_card(facts),
             known_card=record.card,
         )
+
+
+def _base_of(job: Job, volume: Volume) -> Base:
+    try:
+        return parse_base(job.base, volume)
+    except JobError:  # a file that was removed since; the result is there all the same
+        return Base("file", job.base)
 
 
 class BackgroundUploads:
@@ -259,7 +273,7 @@ def upload(volume: Volume, named: str, repo: str | None, public: bool, environ: 
         return DONE
     try:
         Uploads(run, job, environ, _print, lambda: None).bring([piece], PATIENCE, bar=True)
-    except (AccessError, PodError, JobError) as error:
+    except (AccessError, PodError) as error:
         print(error)
         return ACCESS_REFUSED
     return DONE

@@ -99,6 +99,11 @@ def test_the_licence_is_that_of_the_base(keys: dict[str, Any], licence: str | No
     assert metadata(model_card(replace(facts(), **keys))).get("license") == licence
 
 
+def test_a_link_of_the_base_leads_to_the_base() -> None:
+    card = metadata(model_card(facts(licence={"license": "other", "license_link": "LICENSE.md"})))
+    assert card["license_link"] == f"https://huggingface.co/{DEV}/blob/main/LICENSE.md"
+
+
 def test_without_samples_and_triggers() -> None:
     card = model_card(facts(job=FULL, pictures=()))
     assert "widget" not in metadata(card)

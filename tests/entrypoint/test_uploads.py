@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, STOPPED, Outcome
+from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, STOPPED, AccessError, Outcome
 from bootstrap.run_file import RunFile
 from bootstrap.transfers import Patience
 from bootstrap.uploads import Record, all_uploaded
@@ -212,6 +212,19 @@ def test_by_hand(writable: LoopbackHub, tmp_path: Path, capsys: pytest.CaptureFi
     assert "is on https://huggingface.co/me/other already, verified" in capsys.readouterr().out
     assert upload(volume, "flowers", "me/other", True, {}) == ACCESS_REFUSED
     assert "neither HF_UPLOAD_TOKEN nor HF_TOKEN is set" in capsys.readouterr().out
+
+
+def test_a_hub_that_is_down_stops_no_training(
+    writable: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "BEFORE_TRAINING", Patience(waits=(0.05,)))
+    _, file = finish_run(tmp_path / "volume")
+    writable.fail(Fault("whoami", 503), times=2)
+    lines: list[str] = []
+    uploads.refuse_unwritable(load_job(file).job, {"HF_TOKEN": GOOD}, lines.append)
+    assert lines[-1].startswith("warning: output: The hub is down (503)")
+    with pytest.raises(AccessError, match="does not know the token"):
+        uploads.refuse_unwritable(load_job(file).job, {"HF_TOKEN": "hf_unknown0123456"}, lines.append)
 
 
 @pytest.mark.parametrize(("token", "code"), [(GOOD, DONE), ("hf_unknown0123456", ACCESS_REFUSED)])
