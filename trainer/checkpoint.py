@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from bootstrap.estimate import VOLUME_SPEED
 from bootstrap.pod import read_free_memory
 from bootstrap.run_file import RunFile
 from bootstrap.state import (
@@ -68,6 +69,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEMORY_LEFT = 4 << 30  # bytes of host memory that a copy must leave free: samples, compiling, page cache
+COPY_SPEED = 10e9  # bytes/s from the devices to host memory that is not pinned
 FICLONE = 0x40049409  # ioctl of Linux: one file shares the other's blocks
 
 
@@ -108,6 +110,7 @@ class Saver:
         self.run, self.world, self.free_memory = run, world, free_memory
         self.writing: Writing | None = None
         self.writers = min(MOST_WRITERS, 2 * run.plan.threads + 1)  # more than CPUs: half of them wait for the disk
+        self.stood_still = 0.0  # seconds that training waited for the last state
         self.many_writers: bool | None = None  # whether the volume takes them; not tried yet
 
     @property
@@ -170,6 +173,13 @@ class Saver:
         need = sum(self.world.gather(sum(layout.bytes for layout in layouts)))
         return self.world.from_lead(need + MEMORY_LEFT <= self.free_memory())
 
+    def guess(self) -> float:
+        """Seconds that training will wait for a state, before any was saved: while it is copied to the host, or, where
+        there is no room for it, while it is written."""
+        size = self.run.plan.state_bytes
+        room = size + MEMORY_LEFT <= self.free_memory()
+        return size / (COPY_SPEED if room else VOLUME_SPEED)
+
     def publish(self) -> State:
         """Waits for what is being written and makes it a state. Raises as ``begin`` does."""
         assert self.writing is not None
@@ -184,7 +194,7 @@ class Saver:
             final = self.run.folder.states / folder_name(writing.step)
             together(world, lambda: _publish(writing.part, final, manifest, self.run) if world.leads else None)
         self.writing = None
-        stood_still = writing.stood_still + time.monotonic() - begun
+        self.stood_still = stood_still = writing.stood_still + time.monotonic() - begun
         size = sum(manifest.files.values()) / 1e9
         log.info(
             "saved the state of step %d in %.1f s (%.2f GB); training stood still for %.1f s",

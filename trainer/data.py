@@ -66,6 +66,7 @@ class StepData:
 
     batches: tuple[Batch, ...]
     images: int  # of the whole global step, all processes
+    pixels: int  # of all of these
 
 
 class TrainingData:
@@ -107,7 +108,11 @@ class TrainingData:
         for shares in share_out(step, self.buckets, self.processes, self.images_per_pass):
             mine = shares[self.rank]
             batches.append(self._batch(index, mine) if mine else self._dummy(index, shares))
-        return StepData(tuple(batches), len(step))
+        return StepData(tuple(batches), len(step), self.pixels(index))
+
+    def pixels(self, index: int) -> int:
+        """Of all images of a step."""
+        return sum(self.buckets[item][0] * self.buckets[item][1] for item in self.step(index))
 
     def _batch(self, index: int, share: Pass) -> Batch:
         images = [

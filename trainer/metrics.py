@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from bootstrap.validation import BANDS, band_name
 from bootstrap.volume import RunFolder, write_atomically
+from trainer.time_left import Pause, TimeLeft, compiling_seconds
 from trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,9 @@ class StepRecord:
     images: int
     skipped: torch.Tensor  # parts of tensors whose gradient was no number, over all processes; a scalar, on its device
     sums: torch.Tensor | None = None  # the values of its StepSums, over all processes
+    pixels: int = 0  # of all images of the step
     seconds: float = 0.0  # since the step before; set by Metrics
+    left: float | None = None  # seconds to the end of the run; set by Metrics
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,15 @@ class Metrics:
     cut off first: every step stands exactly once.
     """
 
-    def __init__(self, folder: RunFolder, start: int, world: World, most_in_a_row: int):
+    def __init__(
+        self, folder: RunFolder, start: int, world: World, most_in_a_row: int, time_left: TimeLeft | None = None
+    ):
         self.most_in_a_row = most_in_a_row
         self.in_a_row = 0  # steps up to the last one read whose loss or gradient was no number
         self.wrong = ""  # what was no number in the last one read, in words
         self.waiting: _Figures | None = None
-        self.last_time = time.monotonic()
+        self.time_left = time_left
+        self.last_time, self.compiled = time.monotonic(), compiling_seconds()
         self.writes = world.leads
         if self.writes:
             cut_after(folder.metrics, start)
@@ -125,9 +131,19 @@ class Metrics:
         waiting, self.waiting = self.waiting, None
         if waiting:
             self._write(waiting)
-        now = time.monotonic()
-        self.waiting = _Figures.send(replace(record, seconds=now - self.last_time))
-        self.last_time = now
+        seconds, compiling = self._since_last()
+        left = None
+        if self.time_left:
+            self.time_left.step(seconds - compiling, record.pixels)
+            left = self.time_left.after(record.step)
+        self.waiting = _Figures.send(replace(record, seconds=seconds, left=left))
+
+    def _since_last(self) -> tuple[float, float]:
+        """Seconds since the last step or pause, and how many of them went into compiling."""
+        now, compiled = time.monotonic(), compiling_seconds()
+        passed = now - self.last_time, compiled - self.compiled
+        self.last_time, self.compiled = now, compiled
+        return passed
 
     def flush(self) -> None:
         """Writes down the last step too; on disk when it returns."""
@@ -151,9 +167,16 @@ class Metrics:
         means = (total / count if count else None for total, count in zip(sums, images, strict=True))
         return tuple(means), tuple(round(count, 4) for count in images)
 
-    def restart_clock(self) -> None:
-        """Leaves out of images_per_s what was spent on saving or sampling since the last step."""
-        self.last_time = time.monotonic()
+    def restart_clock(self, spent_on: Pause | None = None) -> None:
+        """Leaves out of images_per_s what was spent on something else since the last step."""
+        seconds, compiling = self._since_last()
+        if spent_on:
+            self.took(spent_on, seconds - compiling)
+
+    def took(self, pause: Pause, seconds: float) -> None:
+        """What time is left depends on it."""
+        if self.time_left:
+            self.time_left.pause(pause, seconds)
 
     def _write(self, figures: _Figures) -> None:
         record = figures.record
@@ -172,6 +195,8 @@ class Metrics:
             "lr": record.learning_rate,
             "images_per_s": round(record.images / max(1e-9, record.seconds), 4),
         }
+        if record.left is not None:
+            line["left_s"] = round(record.left, 1)
         if norm is not None:
             line["grad_norm"] = norm if math.isfinite(norm) else None
         if wrong:

@@ -45,6 +45,7 @@ from trainer.schedule import Schedule, make_schedule
 from trainer.self_check import choose_attention
 from trainer.state_files import NonFiniteError
 from trainer.streamed import StreamedWeights
+from trainer.time_left import TimeLeft
 from trainer.trained import Trained, local, trained_tensors
 from trainer.validation import Validator
 from trainer.world import World, join_world
@@ -56,7 +57,7 @@ def train(t: Training) -> Outcome:
     """From the state the run goes on from, or from the start, to the last step or to a signal."""
     if t.start == 0 and t.sampler.due(0):
         t.sampler.draw(0)
-        t.metrics.restart_clock()
+        t.metrics.restart_clock("samples")
     if t.start == 0:
         t.validate(0)
     if t.rest(t.start):
@@ -75,7 +76,7 @@ def train(t: Training) -> Outcome:
             return t.stopped(done)
         if t.sampler.due(done):
             t.sampler.draw(done)
-            t.metrics.restart_clock()
+            t.metrics.restart_clock("samples")
     return t.finish()
 
 
@@ -139,9 +140,10 @@ class Training:
             load_optimizer(state, optimizer)
         start = state.step if state else 0
         schedule = make_schedule(job, plan.steps)
-        metrics = Metrics(run.folder, start, world, job.non_finite_steps)
         sampler, validator = Sampler(run, model, world), Validator(run, model, world, data, start)
         requests, saver = Requests(run, world), Saver(run, world)
+        time_left = TimeLeft(run, map(data.pixels, range(plan.steps)), validator.images_of_a_process, saver.guess())
+        metrics = Metrics(run.folder, start, world, job.non_finite_steps, time_left)
         parts = (data, model, tensors, optimizer, schedule, metrics, sampler, validator, requests, saver)
         training = cls(run, world, state, *parts, start)
         if plan.optimizer_in_backward:
@@ -185,13 +187,13 @@ class Training:
         self.optimizer.finish_step()
         skipped = self.optimizer.skipped
         dist.all_reduce(skipped)
-        return StepRecord(step + 1, sums.loss, norm, learning_rate, data.images, skipped, sums.values)
+        return StepRecord(step + 1, sums.loss, norm, learning_rate, data.images, skipped, sums.values, data.pixels)
 
     def validate(self, step: int, saving: bool = False) -> None:
         """Tries the model on pictures it is not shown, where it is time to. ``saving``: a state is saved next."""
         if self.validator.due(step, saving):
             self.validated = step, self.validator.round(step, self.metrics)
-            self.metrics.restart_clock()
+            self.metrics.restart_clock("validation")
 
     def save(self, step: int) -> None:
         """Begins a state, once the one before it stands. A volume that does not take it is told, and ends the run where
@@ -224,6 +226,8 @@ class Training:
             return
         with self._told_when_not_saved(self.saver.writing.step):
             self.state = self.saver.publish()
+            self.metrics.took("save", self.saver.stood_still)
+            self.metrics.took("last save", self.state.manifest.seconds)
         self.metrics.restart_clock()
 
     @contextmanager

@@ -83,6 +83,11 @@ class Validator:
         if world.leads:
             cut_after(self.path, start)
 
+    @property
+    def images_of_a_process(self) -> int:
+        """In a round."""
+        return len(self.passes) * self.run.plan.images_per_pass if self.images else 0
+
     def due(self, step: int, saving: bool = False) -> bool:
         """After ``step`` updates; ``saving``: a state is to be saved next."""
         if not self.images:
