@@ -25,6 +25,7 @@ from starlette.routing import Route
 from bootstrap.volume import Volume, read_json
 from bootstrap.volume_probe import disk_warning, find_mount
 from entrypoint.environment import NOTES, POD_NOTES, PORTS, RUN
+from entrypoint.progress import as_clock
 from entrypoint.status import Status
 from entrypoint.when_done import read_banner
 
@@ -47,10 +48,13 @@ PAGE = """<!doctype html>
 <h1>fluxpod</h1>
 {% for warning in warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
 {% if runs %}
-<table><tr><th>run</th><th>phase</th><th>step</th><th>message</th><th>updated</th></tr>
-{% for name, status in runs %}
+<table><tr><th>run</th><th>phase</th><th>step</th><th>left</th><th>loss</th><th>message</th><th>updated</th></tr>
+{% for name, status in runs %}{% set figures = status.figures %}
 <tr><td>{{ name }}</td><td>{{ status.phase }}</td><td>{{ status.step }}/{{ status.steps }}</td>
-<td>{{ status.message }}</td><td>{{ status.updated }}</td></tr>
+<td>{% if figures.left_s is not none %}{{ clock(figures.left_s) }}{% endif %}</td>
+<td>{% if figures.loss is not none %}{{ "%.4f"|format(figures.loss) }}{% endif %}</td>
+<td>{{ status.message }}{% if figures.validation %}<br>{{ figures.validation }}{% endif %}</td>
+<td>{{ status.updated }}</td></tr>
 {% endfor %}</table>
 {% else %}<p>No run yet. Put a job into {{ jobs }}.</p>{% endif %}
 </html>
@@ -72,7 +76,9 @@ def make_page(volume: Volume, environ: Mapping[str, str], run: Path = RUN) -> St
             refused = {**HEADERS, "WWW-Authenticate": 'Basic realm="fluxpod", charset="UTF-8"'}
             return PlainTextResponse("A password is needed; any user name does.\n", 401, headers=refused)
         runs, warnings = read_runs(volume), read_warnings(volume, environ, run)
-        return HTMLResponse(template.render(runs=runs, warnings=warnings, jobs=volume.jobs), headers=HEADERS)
+        return HTMLResponse(
+            template.render(runs=runs, warnings=warnings, jobs=volume.jobs, clock=as_clock), headers=HEADERS
+        )
 
     return Starlette(routes=[Route("/health", health), Route("/", page)])
 

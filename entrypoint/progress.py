@@ -8,12 +8,17 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from bootstrap.validation import in_words, read_rounds
+from entrypoint.status import Figures
+
+MEAN_OF = 100  # steps: one step's loss is mostly the noise that was drawn
 PLAIN_EVERY = 10.0  # seconds between two plain lines: a log that is read, not filled
 # Lines of the log that are meant for people begin with the trainer's clock; the rest is libraries talking.
 _FOR_PEOPLE = re.compile(r"^(\d\d:\d\d:\d\d )")
@@ -51,9 +56,11 @@ class TrainingProgress:
     def __init__(self, metrics: Path, log: Path, start: int, steps: int):
         # From their ends: the trainer cuts off what the metrics hold beyond ``start``, which is not done yet.
         self.metrics, self.log = Tail(metrics, from_end=True), Tail(log, from_end=True)
+        self.rounds = Tail(metrics.with_name("validation.jsonl"))
+        self.validation = ""
+        self.losses: deque[float] = deque(maxlen=MEAN_OF)
         self.start, self.step, self.steps = start, start, steps
         self.told = time.monotonic()
-        self.first: tuple[int, float] | None = None  # the first step seen, and when: start-up and compiling are over
         self.last: dict[str, Any] = {}
         self.bar = tqdm(total=steps, initial=start, unit="step") if sys.stderr.isatty() else None
 
@@ -69,9 +76,19 @@ class TrainingProgress:
             except ValueError:
                 continue
             self.step = max(self.step, int(self.last["step"]))
+            if isinstance(self.last.get("loss"), float):
+                self.losses.append(self.last["loss"])
+        if self.rounds.lines():
+            with suppress(OSError):
+                self.validation = in_words(read_rounds(self.rounds.path))
         if self.step > before:
             self._show(before)
         return self.step > before
+
+    @property
+    def figures(self) -> Figures:
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        return Figures(loss, self.last.get("images_per_s"), self.last.get("left_s"), self.validation)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -84,11 +101,10 @@ class TrainingProgress:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:.1f} images/s", refresh=False)
             self.bar.update(self.step - before)
         now = time.monotonic()
-        first, since = self.first = self.first or (self.step, now)
         if now - self.told >= PLAIN_EVERY or self.step == self.steps:
             self.told = now
-            pace = (now - since) / (self.step - first) if self.step > first else None
-            left = "" if pace is None else f"  {_clock(pace * (self.steps - self.step))} left"
+            seconds = self.last.get("left_s")
+            left = "" if seconds is None else f"  {as_clock(seconds)} left"
             line = f"step {self.step}/{self.steps}  loss {loss:.4f}  {speed:.1f} images/s{left}"
             with suppress(OSError), self.log.path.open("a", encoding="utf-8") as log:  # a full volume ends no training
                 log.write(line + "\n")
@@ -102,7 +118,7 @@ class TrainingProgress:
             print(line, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def as_clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

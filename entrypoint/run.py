@@ -432,7 +432,7 @@ def train(run: RunFile, running: Running, uploads: BackgroundUploads) -> Outcome
             phase: Phase = "stopping" if running.stop.requested else "training"
             uploading = f" ({uploads.line})" if uploads.line else ""
             told = phase + dropped_attention(run.folder) + sample_alarm(run.folder) + uploading + running.notice()
-            running.status.tell(phase, told, step=progress.step, steps=steps)
+            running.status.tell(phase, told, step=progress.step, steps=steps, figures=progress.figures)
 
     def limit() -> float:
         return clocks.RUN if progress.step > start else clocks.NOTHING_NEW

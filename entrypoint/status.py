@@ -14,12 +14,23 @@ Phase = Literal["pending", "preparing", "training", "stopping", "uploading", "do
 
 
 @dataclass(frozen=True)
+class Figures:
+    """How a training goes."""
+
+    loss: float | None = None  # mean of the newest steps, up to entrypoint.progress.MEAN_OF of them
+    images_per_s: float | None = None
+    left_s: float | None = None  # seconds to the end, samples, validation and saves included
+    validation: str = ""  # what the last round found, in words
+
+
+@dataclass(frozen=True)
 class Status:
     phase: Phase
     message: str
     step: int = 0
     steps: int = 0
     code: int | None = None  # of the outcome, once there is one
+    figures: Figures = Figures()
     heartbeat: int = 0  # grows while the run is worked on; clocks of two machines never agree
     updated: str = ""  # UTC, for people
 
@@ -27,8 +38,8 @@ class Status:
     def read(cls, path: Path) -> Status | None:
         value = read_json(path)
         try:
-            return cls(**value) if isinstance(value, dict) else None
-        except TypeError:
+            return cls(**value | {"figures": Figures(**value.get("figures", {}))}) if isinstance(value, dict) else None
+        except (TypeError, AttributeError):
             return None
 
 
@@ -41,13 +52,22 @@ class StatusFile:
         self._last = Status.read(path)
 
     def tell(
-        self, phase: Phase, message: str, *, step: int | None = None, steps: int | None = None, code: int | None = None
+        self,
+        phase: Phase,
+        message: str,
+        *,
+        step: int | None = None,
+        steps: int | None = None,
+        code: int | None = None,
+        figures: Figures | None = None,
     ) -> None:
-        """How far the run is (``step`` of ``steps``) stays as it was told last where it is not told anew."""
+        """How far the run is (``step`` of ``steps``) and its figures stay as they were told last where they are not
+        told anew; the time left goes with the training."""
         with self._lock:
             last = self._last or Status(phase, message)
             step, steps = (last.step if step is None else step), (last.steps if steps is None else steps)
-            self._write(Status(phase, message, step, steps, code))
+            figures = figures or replace(last.figures, left_s=None, images_per_s=None)
+            self._write(Status(phase, message, step, steps, code, figures))
 
     def beat(self) -> None:
         """Says again what was said last, to show that somebody lives; nothing where nothing was said yet."""

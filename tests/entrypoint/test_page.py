@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from bootstrap.volume import Volume, write_json
 from entrypoint.page import NO_PASSWORD, make_page
-from entrypoint.status import StatusFile
+from entrypoint.status import Figures, StatusFile
 from entrypoint.when_done import StillBilling, banner_path
 
 PASSWORD = "pässword with: a colon"
@@ -88,3 +88,12 @@ def test_a_page_without_anything(tmp_path: Path, notes: str) -> None:
     answer = client(Volume(tmp_path), {"FLUXPOD_PASSWORD": "p"}, notes).get("/", auth=("", "p"))
     assert answer.status_code == 200
     assert "No run yet" in answer.text
+
+
+def test_figures_of_a_training(volume: Volume) -> None:
+    status = StatusFile(volume.run("flowers").status)
+    figures = Figures(0.43214, 2.0, 3725.0, "validation 0.4000 at step 5")
+    status.tell("training", "training", step=7, steps=20, figures=figures)
+    page = client(volume, {"FLUXPOD_PASSWORD": PASSWORD})
+    text = page.get("/", auth=(b"", PASSWORD.encode())).text
+    assert all(told in text for told in ("<td>1:02:05</td>", "<td>0.4321</td>", "validation 0.4000 at step 5"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.volume import write_atomically
-from entrypoint.progress import Tail, TrainingProgress, _clock
+from entrypoint.progress import Tail, TrainingProgress, as_clock
 
 
 def append(path: Path, text: str) -> None:
@@ -17,8 +17,9 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def step(number: int, loss: float = 0.5) -> str:
-    return json.dumps({"step": number, "loss": loss, "lr": 1e-4, "images_per_s": 2.0}) + "\n"
+def step(number: int, loss: float = 0.5, left: float | None = None) -> str:
+    known = {} if left is None else {"left_s": left}
+    return json.dumps({"step": number, "loss": loss, "lr": 1e-4, "images_per_s": 2.0} | known) + "\n"
 
 
 # ---------------------------------------------------------------- a growing file
@@ -96,11 +97,11 @@ def test_plain_lines_now_and_then_and_at_the_end(
     clock(5)
     assert progress.look()
     assert capsys.readouterr().out == "", "too soon"
-    append(metrics, step(2, 0.25))
+    append(metrics, step(2, 0.25, left=490))
     clock(5)
     assert progress.look()
     assert capsys.readouterr().out == "step 2/100  loss 0.2500  2.0 images/s  8:10 left\n"
-    append(metrics, "".join(step(number) for number in range(3, 101)))
+    append(metrics, "".join(step(number, left=0.2) for number in range(3, 101)))
     clock(1)
     assert progress.look()
     assert capsys.readouterr().out == "step 100/100  loss 0.5000  2.0 images/s  0:00 left\n"
@@ -139,7 +140,7 @@ def test_going_on_counts_from_the_state_and_not_from_what_a_kill_left(
     assert (
         capsys.readouterr().out == "step 41/50  loss 0.5000  2.0 images/s\n"
     )  # how long a step takes is not known yet
-    append(metrics, step(42))
+    append(metrics, step(42, left=480.0))
     clock(60)
     progress.look()
     assert capsys.readouterr().out == "step 42/50  loss 0.5000  2.0 images/s  8:00 left\n"
@@ -190,4 +191,18 @@ def test_a_bar_on_a_terminal(
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36_000, "10:00:00")])
 def test_time_left(seconds: float, shown: str) -> None:
-    assert _clock(seconds) == shown
+    assert as_clock(seconds) == shown
+
+
+def test_figures_for_the_status(metrics: Path, log: Path) -> None:
+    from bootstrap.validation import Round
+    from entrypoint.status import Figures
+
+    progress = TrainingProgress(metrics, log, 0, 10)
+    assert progress.figures == Figures()
+    append(
+        metrics, step(1, 0.5) + json.dumps({"step": 2, "loss": None, "images_per_s": 1.0}) + "\n" + step(3, 0.75, 7.0)
+    )
+    append(metrics.with_name("validation.jsonl"), Round(2, 0.25, (0.25,) * 4, (0.5,) * 4, (1.0,) * 4, "a", 1.0).line())
+    progress.look()
+    assert progress.figures == Figures(0.625, 2.0, 7.0, "validation 0.2500 at step 2")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.volume import read_json
-from entrypoint.status import Status, StatusFile
+from entrypoint.status import Figures, Status, StatusFile
 
 
 def test_a_status_is_told_and_read(tmp_path: Path) -> None:
@@ -72,3 +72,20 @@ def test_a_disk_that_does_not_take_it_is_told_and_ends_nothing(
     status = Status.read(file.path)
     assert status is not None
     assert (status.step, status.heartbeat) == (2, 2)
+
+
+def test_figures_stay_and_the_time_left_goes_with_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    status = StatusFile(path)
+    figures = Figures(0.5, 2.0, 60.0, "validation 0.4000 at step 5")
+    status.tell("training", "training", step=5, steps=10, figures=figures)
+    assert (read := Status.read(path)) is not None
+    assert read.figures == figures
+    StatusFile(path).tell("held", "no room")
+    assert (read := Status.read(path)) is not None
+    assert (read.step, read.figures) == (5, Figures(0.5, None, None, "validation 0.4000 at step 5"))
+    path.write_text('{"phase": "done", "message": "by an older program"}')
+    assert (read := Status.read(path)) is not None
+    assert read.figures == Figures()
+    path.write_text('{"phase": "done", "message": "", "figures": []}')
+    assert Status.read(path) is None
