@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bootstrap.shortage import Shortage
 from bootstrap.volume import read_json, write_json
 
 DONE = 0
@@ -36,6 +37,7 @@ class Outcome:
     code: int
     reason: str
     step: int
+    shortage: Shortage | None = None  # of a GPU's memory, where that ended the run
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -44,6 +46,9 @@ class Outcome:
     def read(cls, path: Path) -> Outcome | None:
         value = read_json(path)
         try:
-            return cls(**value) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                return None
+            shortage = value.pop("shortage", None)
+            return cls(**value, shortage=Shortage(**shortage) if shortage else None)
         except TypeError:  # another program's, or another version's
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +20,7 @@ from bootstrap.pod import Gpu, Pod, lacks_shm
 from bootstrap.precision import Precision
 from bootstrap.reasons import Choice as Choice
 from bootstrap.reasons import explain
+from bootstrap.shortage import FailedPlan, Shortage, room_after, setting_of
 from bootstrap.ways import (
     choose_gpus,
     choose_way,
@@ -31,6 +33,7 @@ from bootstrap.ways import (
     split_images,
     usable_memory,
 )
+from bootstrap.ways_out import no_way, spelled_out
 from jobs.schema import Job
 
 CPU_PARAMETERS = 100_000_000  # flux-tiny has a few millions; one step of a real FLUX on a CPU takes most of an hour
@@ -76,6 +79,7 @@ class Plan:
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
     p2p: bool = True  # whether NCCL may let the GPUs talk to each other directly
+    setting: str = ""  # what of job and cards the plan's memory hangs on: bootstrap/shortage.py
 
     @property
     def checkpointing(self) -> bool:
@@ -84,6 +88,10 @@ class Plan:
     @property
     def optimizer_states(self) -> Literal["device", "host"]:
         return "host" if self.host_state_blocks else "device"
+
+    def that_failed(self, shortage: Shortage) -> FailedPlan:
+        """For the record, from which the next plan is made."""
+        return FailedPlan(self.setting, self.memory_per_gpu, shortage.needed, self.base_precision, str(shortage))
 
 
 @dataclass(frozen=True)
@@ -102,18 +110,27 @@ class Prediction:
         return self.training + self.drawing + self.validating + self.saving
 
 
-def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
-    """Raises PodError where this pod cannot run the job, JobError where an override of the job cannot be."""
+def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary, failed: Sequence[FailedPlan] = ()) -> Plan:
+    """``failed``: plans on record that ran out of GPU memory; those of this job on these cards leave more room.
+
+    Raises PodError where this pod cannot run the job, JobError where an override of the job cannot be.
+    """
     refuse_contradictions(job, base)
-    work = estimate.work_of(job, base, image_sizes(job, data))
-    if pod.gpus or base.parameters() >= CPU_PARAMETERS:
-        gpus, why = choose_gpus(job, pod)
-        way = choose_way(job, pod, work, gpus)
+    sizes = image_sizes(job, data)
+    work = estimate.work_of(job, base, sizes)
+    on_gpu = bool(pod.gpus) or base.parameters() >= CPU_PARAMETERS
+    gpus, why = choose_gpus(job, pod) if on_gpu else ((), "")
+    setting = setting_of(job, work, gpus)
+    failed = [each for each in failed if each.setting == setting and job.plan.retry is not False]
+    if on_gpu:
+        chosen = choose_way(job, pod, work, gpus, failed)
         device = Choice("GPUs", _names(gpus), why)
     else:
-        gpus = ()
-        way = cpu_way(job, work)
+        chosen = cpu_way(job, work, failed)
         device = Choice("device", "CPU", f"no GPU here; {work.weights / 1e6:.1f} M parameters need none")
+    if chosen is None:
+        raise no_way(job, pod, work, gpus, sizes, failed)
+    way = chosen
     split = split_images(job.images_per_step, way.processes)
     steps, per_epoch, length_reason = run_length(job, data)
     disk, disk_reason = disk_needed(job, work, steps, per_epoch)
@@ -123,6 +140,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
     choices = (
         device,
         *explain(job, pod, work, gpus, way, split),
+        *_learned(failed, memory.peak),
         Choice("memory", _of(memory.peak, gpus), f"GiB: {memory}"),
         Choice("CPU", f"threads {threads}, loaders {workers}", workers_reason),
         Choice("length", f"{steps} steps", length_reason),
@@ -155,10 +173,33 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Plan:
         choices=choices,
         warnings=(),
         p2p=pod.p2p,
+        setting=setting,
     )
     warnings = [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
     warnings += _warn_scaling(job, pod, work, gpus, way)
     return replace(plan, choices=(*choices, *_times(job, pod, base, data, plan)), warnings=tuple(warnings))
+
+
+def _learned(failed: Sequence[FailedPlan], peak: int) -> tuple[Choice, ...]:
+    """What plans that ran out of memory have to do with this one."""
+    if not failed:
+        return ()
+    last = failed[-1]
+    reason = (
+        f"the one before was estimated at {in_gib(last.planned)} and ran out at {in_gib(last.needed)}; this one is "
+        f"estimated at {in_gib(peak)} and gives the same numbers"
+    )
+    return (Choice("retry", f"plan {len(failed) + 1}", reason),)
+
+
+def ways_out_of(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary, failed: FailedPlan) -> str:
+    """What to change after a plan that ran out of memory, in a sentence; "" on CPU."""
+    gpus = tuple(gpu for gpu in pod.gpus if gpu.index in plan.gpus)
+    if not gpus:
+        return ""
+    sizes = image_sizes(job, data)
+    work = estimate.work_of(job, base, sizes)
+    return spelled_out(job, pod, work, gpus, sizes, room_after(usable_memory(gpus), [failed]))
 
 
 def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Prediction | None:

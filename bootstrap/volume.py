@@ -51,6 +51,11 @@ class RunFolder:
         return self.root / "alarm.json"
 
     @property
+    def memory(self) -> Path:
+        """Plans of this run that ran out of a GPU's memory; without the file the next start plans anew."""
+        return self.root / "memory.json"
+
+    @property
     def lease(self) -> Path:
         return self.root / "lease.json"
 

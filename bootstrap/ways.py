@@ -10,18 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bootstrap import estimate
 from bootstrap.drivers import branch, least_driver
-from bootstrap.estimate import TILE, USABLE, Arrangement, Work, in_gib
+from bootstrap.estimate import TILE, USABLE, Arrangement, Work
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, PCIE, GpuModel, find_gpu, has_bf16
 from bootstrap.lora_targets import lora_problems
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
-from bootstrap.precision import FAITHFULNESS, MOST_FAITHFUL
+from bootstrap.precision import FAITHFULNESS, MOST_FAITHFUL, Precision
+from bootstrap.shortage import FailedPlan, room_after
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
@@ -164,28 +165,22 @@ def slowest(gpus: tuple[Gpu, ...]) -> GpuModel:
 # ---------------------------------------------------------------- the way through memory
 
 
-def choose_way(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...]) -> Arrangement:
-    """The fastest way that fits; errors with figures where none does."""
-    room = usable_memory(gpus)
-    best = fastest(job, pod, work, slowest(gpus), len(gpus), room)
-    if best is None and _overridden(job):  # an override may use what is kept back for fragmentation
-        best = fastest(job, pod, work, slowest(gpus), len(gpus), min(gpu.memory for gpu in gpus))
-    if best is not None:
-        return best
-    free = _changed(job, plan=type(job.plan)(processes=job.plan.processes))
-    if _overridden(job) and (other := fastest(free, pod, work, slowest(gpus), len(gpus), room)):
-        least = peak_of(work, _least(job, pod, work, len(gpus)))
-        keys = ", ".join(_overridden(job))
-        message = f"with {keys} the job needs {in_gib(least)} on each GPU, which has {in_gib(room)} to use"
-        if least <= room:
-            ram = in_gib(host_memory(work, len(gpus), work.shape.blocks))
-            message = f"with {keys} the job needs {ram} of RAM, more than there is"
-        remedy = f"Leave it out: the plan's own choice fits in {in_gib(peak_of(work, other))}"
-        raise JobError([Problem(message, remedy, f"plan.{keys}")])
-    raise PodError(_why_not(job, pod, work, gpus, room))
+def choose_way(
+    job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], failed: Sequence[FailedPlan] = ()
+) -> Arrangement | None:
+    """The fastest way that fits, also by what plans that failed have taught; None where there is none.
+
+    What comes after a plan that failed leaves the numbers as they were: a frozen base keeps its format.
+    """
+    base = failed[-1].base if failed else None
+    for room in (usable_memory(gpus), min(gpu.memory for gpu in gpus)):
+        best = fastest(job, pod, work, slowest(gpus), len(gpus), room_after(room, failed), base)
+        if best is not None or not overridden(job):
+            return best
+    return None  # an override may use what is kept back for fragmentation, and even so
 
 
-def _overridden(job: Job) -> list[str]:
+def overridden(job: Job) -> list[str]:
     """The overrides that change what fits."""
     keys = (
         "checkpointing",
@@ -203,9 +198,16 @@ def linked(gpu: GpuModel, pod: Pod) -> GpuModel:
     return gpu if pod.p2p else replace(gpu, link=min(gpu.link, PCIE))
 
 
-def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room: int) -> Arrangement | None:
+def fastest(
+    job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room: int, base: Precision | None = None
+) -> Arrangement | None:
+    """Of the ways whose peak is no more than ``room``; ``base``: only those with a frozen base of this format."""
     gpu = linked(gpu, pod)
-    fitting = [way for way in _ways(job, pod, work, processes) if peak_of(work, way) <= room]
+    fitting = [
+        way
+        for way in ways(job, pod, work, processes)
+        if peak_of(work, way) <= room and (base is None or way.base == base)
+    ]
     share = max(split_images(job.images_per_step, processes))
 
     def cost(way: Arrangement) -> tuple[bool, int, bool, float, int, int, int, int, bool]:
@@ -225,13 +227,13 @@ def fastest(job: Job, pod: Pod, work: Work, gpu: GpuModel, processes: int, room:
     return min(fitting, key=cost, default=None)
 
 
-def _ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangement]:
+def ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangement]:
     """Every way to run the job in so many processes that its overrides and the host's memory allow."""
     wish = job.plan
     full = job.method == "full"
     share = max(split_images(job.images_per_step, processes))
     sharded = full and processes > 1
-    per_pass = [min(wish.images_per_pass, share)] if wish.images_per_pass else _pass_sizes(share)
+    per_pass = [min(wish.images_per_pass, share)] if wish.images_per_pass else pass_sizes(share)
     bases = (wish.base_precision,) if wish.base_precision else ("bf16",) if full else MOST_FAITHFUL
     decodings = (False, True) if work.sample_pixels > TILE**2 else (False,)
     for images, base, tiled in itertools.product(per_pass, bases, decodings):
@@ -270,7 +272,7 @@ def _streaming(way: Arrangement, pod: Pod, work: Work) -> Iterator[Arrangement]:
                 yield replace(way, streamed=count)
 
 
-def _pass_sizes(share: int) -> list[int]:
+def pass_sizes(share: int) -> list[int]:
     """Sizes of a pass worth trying: the smallest for each number of passes, so that passes are about alike."""
     return sorted({math.ceil(share / passes) for passes in range(1, share + 1)}, reverse=True)
 
@@ -310,96 +312,36 @@ def usable_memory(gpus: tuple[Gpu, ...]) -> int:
     return int(min(gpu.memory for gpu in gpus) * USABLE)
 
 
-def _why_not(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], room: int) -> str:
-    """Why no way fits, with figures, and what would."""
-    least = _least(job, pod, work, len(gpus))
-    memory = estimate.memory_per_gpu(work, least)
-    cards = f"{len(gpus)} x {gpus[0].name}" if len(gpus) > 1 else gpus[0].name
-    what = "Full fine-tuning" if job.method == "full" else "This LoRA"
-    told = (
-        f"{what} needs at least {in_gib(memory.peak)} on each GPU (GiB: {memory}); {cards} has {in_gib(room)} to use."
-    )
-    cures = [f"a GPU of {math.ceil(memory.peak / USABLE / GIB)} GB or more"]
-    if _fits(job, replace(pod, memory=ANY_MEMORY), work, len(gpus), room):  # RAM is all that lacks
-        ram = (
-            f"With the optimizer's {in_gib(work.optimizer)} on the host this pod needs "
-            f"{in_gib(host_memory(work, len(gpus), work.shape.blocks))} of RAM; it has {in_gib(pod.memory)}."
-        )
-        told = ram if least.states_on_host else f"{told} {ram}"
-        cures = ["a pod with more RAM"] if least.states_on_host else [*cures, "a pod with more RAM"]
-    cures += _cures(job, pod, work, len(gpus), room)
-    return f"{told} Choose {', or '.join(cures)}."
-
-
-def _least(job: Job, pod: Pod, work: Work, processes: int) -> Arrangement:
-    """The way that needs the least memory of a GPU; one that lacks RAM only where all do."""
-    ways = list(_ways(job, pod, work, processes)) or _ways(job, replace(pod, memory=ANY_MEMORY), work, processes)
-    return min(ways, key=lambda way: peak_of(work, way))
-
-
-def _cures(job: Job, pod: Pod, work: Work, processes: int, room: int) -> list[str]:
-    """Changes of the job or the number of GPUs that make it fit, each by itself."""
-    cures = []
-    if job.method == "full" and not needs_whole_model(job.optimizer):
-        counts = range(processes + 1, min(8, job.images_per_step) + 1)
-        cures += [f"{n} of these GPUs" for n in counts if _fits(job, pod, work, n, room)][:1]
-    fewer = range(job.images_per_step - 1, processes - 1, -1)
-    smaller = (count for count in fewer if _fits(_changed(job, images_per_step=count), pod, work, processes, room))
-    cures += [f"images_per_step: {count}" for count in smaller][:1]
-    if job.method == "lora":
-        return cures
-    if job.max_grad_norm is not None and _fits(_changed(job, max_grad_norm=None), pod, work, processes, room):
-        cures.append("no max_grad_norm")
-    eight_bit = estimate.optimizer_bytes("AdamW8bit", work.shape.tensors().values(), {})
-    light = replace(work, optimizer=eight_bit, fused=True)
-    if work.optimizer > light.optimizer and _fits(_changed(job, optimizer="AdamW8bit"), pod, light, processes, room):
-        cures.append("optimizer: AdamW8bit")
-    way = _least(job, pod, work, processes)
-    lora = replace(
-        way,
-        images_per_pass=1,
-        passes=job.images_per_step,
-        sharded=False,
-        checkpointed=work.shape.blocks,
-        states_on_host=0,
-        streamed=0,
-        base=MOST_FAITHFUL[-1],
-    )
-    if peak_of(replace(work, lora=True, trained=0, optimizer=0), lora) <= room:
-        cures.append("method: lora")
-    return cures
-
-
-def _changed(job: Job, **changes: object) -> Job:
-    return job.model_copy(update=changes)
-
-
-def _fits(job: Job, pod: Pod, work: Work, processes: int, room: int) -> bool:
-    return any(peak_of(work, way) <= room for way in _ways(job, pod, work, processes))
-
-
-def cpu_way(job: Job, work: Work) -> Arrangement:
-    """On CPU memory is no question at the sizes allowed there: one pass, nothing computed twice."""
+def cpu_way(job: Job, work: Work, failed: Sequence[FailedPlan] = ()) -> Arrangement | None:
+    """On CPU memory is no question at the sizes allowed there: one pass, nothing computed twice. Where it was one all
+    the same, the first way that needs less; None where there is none."""
     wish = job.plan
     full = job.method == "full"
     processes = min(wish.processes or job.gpus or 1, job.images_per_step)
     if full and needs_whole_model(job.optimizer):
         processes = 1
     share = math.ceil(job.images_per_step / processes)
-    images = min(wish.images_per_pass or share, share)
-    return Arrangement(
-        processes=processes,
-        images_per_pass=images,
-        passes=math.ceil(share / images),
-        sharded=full and processes > 1,
-        reshard=False,
-        checkpointed=work.shape.blocks if wish.checkpointing else 0,
-        compiled=bool(wish.compile),
-        in_backward=_in_backward(job),
-        states_on_host=0,
-        streamed=0,
-        base=wish.base_precision or "bf16",
+    most = [min(wish.images_per_pass, share)] if wish.images_per_pass else pass_sizes(share)
+    blocks = work.shape.blocks
+    checkpointed = [0, blocks] if wish.checkpointing is None else [blocks if wish.checkpointing else 0]
+    every = (
+        Arrangement(
+            processes=processes,
+            images_per_pass=images,
+            passes=math.ceil(share / images),
+            sharded=full and processes > 1,
+            reshard=False,
+            checkpointed=count,
+            compiled=bool(wish.compile),
+            in_backward=_in_backward(job),
+            states_on_host=0,
+            streamed=0,
+            base=wish.base_precision or "bf16",
+        )
+        for images, count in itertools.product(most, checkpointed)
     )
+    room = room_after(ANY_MEMORY, failed)
+    return next((way for way in every if peak_of(work, way) <= room), None)
 
 
 def _in_backward(job: Job) -> bool:

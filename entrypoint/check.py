@@ -23,6 +23,7 @@ from bootstrap.pod import Gpu, Pod, read_pod
 from bootstrap.prompts import with_prompts
 from bootstrap.resume import beyond, resume_problems
 from bootstrap.room import refuse_without_room
+from bootstrap.shortage import read_failed
 from bootstrap.state import list_states
 from bootstrap.volume import Volume
 from jobs import yaml12
@@ -156,7 +157,7 @@ def _data(job: Job, volume: Volume, preview: Path | None) -> tuple[DataSummary, 
 def _here(job: Job, volume: Volume, base: FluxShape, data: DataSummary) -> int:
     pod = read_pod(volume.root)
     try:
-        plan = make_plan(job, pod, base, data)
+        plan = make_plan(job, pod, base, data, read_failed(volume.run(job.name).memory))
         refuse_without_room(plan, job, volume.run(job.name), pod.disk_free)
     except PodError as error:
         print(render_pod(pod))

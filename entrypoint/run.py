@@ -35,7 +35,7 @@ from bootstrap.outcome import (
     Outcome,
     PodError,
 )
-from bootstrap.plan import Plan, make_plan
+from bootstrap.plan import Plan, make_plan, ways_out_of
 from bootstrap.pod import Pod, read_oom_kills, read_pod, share_of
 from bootstrap.processes import living
 from bootstrap.prompts import with_prompts
@@ -43,6 +43,7 @@ from bootstrap.remote import fetch_datasets
 from bootstrap.resume import changed_settings, choose_state, refuse_absent_adapter, refuse_unlike_adapter
 from bootstrap.room import refuse_without_room
 from bootstrap.run_file import RunFile
+from bootstrap.shortage import RETRIES, Shortage, read_failed, write_failed
 from bootstrap.state import State, list_states, read_state, remove_leftovers
 from bootstrap.uploads import owes_upload
 from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_atomically
@@ -256,28 +257,64 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
     if already_done(loaded, folder):  # but for the upload
         run = RunFile.read(folder.run_file)
         return bring_result(Outcome(DONE, f"all {run.plan.steps} steps are done", run.plan.steps), run, running)
-    remove_leftovers(folder.states)
-    remove_parts(folder.root, folder.processes, folder.samples, folder.output)
     rotate(folder.log)
     for warning in loaded.warnings:
         running.say(f"warning: {warning}")
-    folder.outcome.unlink(missing_ok=True)
     write_atomically(folder.job, loaded.text)
+    retries = RETRIES
+    while (outcome := _plan_and_train(job, running, retries)) is None:
+        retries -= 1
+    return outcome
+
+
+def _plan_and_train(job: Job, running: Running, retries: int) -> Outcome | None:
+    """None where a GPU's memory ran out and another plan is worth trying: what was measured is on record."""
+    folder = running.folder
+    remove_leftovers(folder.states)
+    remove_parts(folder.root, folder.processes, folder.samples, folder.output)
+    folder.outcome.unlink(missing_ok=True)
     with running.stop.at_once():
-        run, dataset = prepare(job, running)
+        prepared = prepare(job, running)
+    run = prepared.run
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
         outcome = Outcome(DONE, f"{job.name} is done already", run.plan.steps)
         outcome.write(folder.outcome)
         return bring_result(outcome, run, running)
-    encode(run, dataset, running)
+    encode(run, prepared.dataset, running)
     uploads = BackgroundUploads(run, job, folder.log)
     try:
-        return finish_uploads(train(run, running, uploads), job, uploads, running)
+        outcome = train(run, running, uploads)
+        if outcome.shortage is not None:
+            return _after(outcome.shortage, outcome, prepared, running, retries)
+        return finish_uploads(outcome, job, uploads, running)
     finally:
         uploads.end()
 
 
-def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
+def _after(shortage: Shortage, outcome: Outcome, prepared: Prepared, running: Running, retries: int) -> Outcome | None:
+    """Puts the plan that ran out of memory on record; None where another one is tried, else the ways out are told."""
+    run, folder = prepared.run, running.folder
+    failed = run.plan.that_failed(shortage)
+    write_failed(folder.memory, (*read_failed(folder.memory), failed))
+    if run.job.plan.retry is not False and retries:
+        running.say(f"{outcome.reason}. It is planned anew, with less memory and the same numbers")
+        return None
+    ways = ways_out_of(run.plan, run.job, prepared.pod, run.weights.shape, prepared.dataset.summary(), failed)
+    outcome = replace(outcome, reason=f"{outcome.reason}. {ways}".rstrip())
+    outcome.write(folder.outcome)
+    return outcome
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to train, and what its plan was made from."""
+
+    run: RunFile
+    dataset: Dataset
+    pod: Pod
+
+
+def prepare(job: Job, running: Running) -> Prepared:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
     job = with_prompts(job, volume)
@@ -300,7 +337,8 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
     running.say(render_data(dataset))
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
-    plan = make_plan(job, pod, weights.shape, dataset.summary())
+    failed = read_failed(running.folder.memory)
+    plan = make_plan(job, pod, weights.shape, dataset.summary(), failed)
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)
     if state is None:
@@ -308,7 +346,7 @@ def prepare(job: Job, running: Running) -> tuple[RunFile, Dataset]:
     refuse_without_room(plan, job, running.folder, pod.disk_free)
     run = RunFile(job, plan, weights, volume.root, state.path if state else None)
     run.write(dataset.items, dataset.held_out)
-    return run, dataset
+    return Prepared(run, dataset, pod)
 
 
 def pod_of_this_run(facts: VolumeFacts, running: Running) -> Pod:

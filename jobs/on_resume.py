@@ -144,6 +144,7 @@ ROWS: dict[str, Row] = {
     "plan.images_per_pass": Row(_PLAN),
     "plan.optimizer_in_backward": Row(_PLAN),
     "plan.optimizer_states": Row(_PLAN),
+    "plan.retry": Row("at the next time memory runs out"),
 }
 
 

@@ -524,6 +524,13 @@ class PlanOverrides(Section):
         example="host",
         left_out=_PLANNED,
     )
+    retry: Switch | None = key(
+        None,
+        doc="Whether a run whose GPU runs out of memory goes on by itself from its newest state, by a plan that needs "
+        "less and gives the same numbers; at most 3 times.",
+        example=False,
+        left_out="it goes on by itself: a night should not be lost to an estimate that is off by a little",
+    )
 
 
 class Job(Section):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from bootstrap.volume import Volume, read_json
 from bootstrap.wanted import CroppedItem, Text, Wanted, text_key
 from bootstrap.weights import Weights
 from jobs.problem import JobError, Problem
+from trainer.out_of_memory import in_parts_that_fit, is_out_of_memory, measure
 
 # T5-XXL is busy with four captions of 512 tokens; the VAE in float32 with four pictures of 512 px or one of 1024 px,
 # which take about 5 GB. A CPU gains nothing from a batch, and alone each picture comes out the same in any company.
@@ -185,7 +187,8 @@ def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.devi
         by_mask = sorted(texts.items(), key=lambda pair: pair[1].t5_mask)
         for masked, group in groupby(by_mask, lambda pair: pair[1].t5_mask):
             while batch := list(islice(group, at_once)):
-                outputs = encoders.encode([text.text for _, text in batch], masked)
+                words = [text.text for _, text in batch]
+                outputs = in_parts_that_fit(partial(encoders.encode, t5_mask=masked), words)
                 for (key, text), tensors in zip(batch, outputs, strict=True):
                     _require_finite(tensors, text.owner)
                     writer.add(key, tensors)
@@ -201,12 +204,16 @@ def encode_images(pictures: Sequence[Crops], run: RunFile, device: torch.device)
     Pictures are decoded ahead on other threads, and shards written on another, so that the VAE need not wait.
     """
     vae = load_vae(run.weights.vae, device)
+
+    def encode(pixels: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return encode_pixels(vae, torch.stack(list(pixels)))
+
     progress = _Progress(sum(map(len, pictures)), "images")
     with ShardWriter(run.cache) as writer, _read_ahead(read_crops, pictures, run) as crops:
         for bucket, group in groupby(crops, lambda crop: crop[1].bucket):
             at_once = max(1, PIXELS_AT_ONCE // (bucket[0] * bucket[1])) if device.type == "cuda" else 1
             while batch := list(islice(group, at_once)):
-                latents = encode_pixels(vae, torch.stack([pixels for _, _, pixels in batch]))
+                latents = in_parts_that_fit(encode, [pixels for _, _, pixels in batch])
                 for (key, item, _), tensors in zip(batch, latents, strict=True):
                     _require_finite(tensors, item.path)
                     writer.add(key, tensors)
@@ -316,6 +323,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(
             "The volume is full: make room, or choose a larger one. What is cached stays.", file=sys.stderr, flush=True
+        )
+        return POD_WRONG
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        told = measure(error, "encoding one caption or picture alone", options.part)
+        print(
+            f"out of GPU memory: {told}. End what else runs on this GPU, lower resolution, or take a larger GPU. "
+            "What is cached stays.",
+            file=sys.stderr,
+            flush=True,
         )
         return POD_WRONG
     return DONE

@@ -13,9 +13,9 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL.Image import Image
 
-from bootstrap.estimate import TILE
 from bootstrap.weights import Weights
 from jobs.prompts import Drawing
+from trainer.out_of_memory import decode_in_tiles, decode_in_tiles_when_short
 
 
 class Pipeline:
@@ -23,10 +23,7 @@ class Pipeline:
 
     def __init__(self, weights: Weights, model: FluxTransformer2DModel, device: torch.device, *, tiled: bool):
         vae = AutoencoderKL.from_pretrained(weights.vae, torch_dtype=torch.bfloat16, disable_mmap=True)
-        if tiled:
-            vae.enable_tiling()
-            vae.tile_sample_min_size = TILE
-            vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
+        (decode_in_tiles if tiled else decode_in_tiles_when_short)(vae)
         self.device = device
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(weights.scheduler)
         self.stock = FluxPipeline(scheduler, vae.to(device), None, None, None, None, model)

@@ -28,6 +28,7 @@ from bootstrap.volume import write_json
 from bootstrap.wanted import text_key
 from jobs.prompts import Drawing
 from trainer.alarm import Fault, alarm_text, fault_of
+from trainer.out_of_memory import is_out_of_memory
 from trainer.pipeline import Pipeline
 from trainer.prompts import Prompts
 from trainer.world import World
@@ -157,7 +158,10 @@ class Sampler:
 
     def _failed(self, failure: Exception) -> Drawn:
         log.debug("sampling failed", exc_info=failure)
-        return Drawn(error=f"{type(failure).__name__}: {failure}", stop=self.world.stop_requested)
+        told = f"{type(failure).__name__}: {failure}"
+        if is_out_of_memory(failure):
+            told = "out of GPU memory: smaller pictures (sample.width, sample.height) need less"
+        return Drawn(error=told, stop=self.world.stop_requested)
 
 
 def turns_of(wanted: Wanted, processes: int) -> list[Wanted]:

@@ -39,6 +39,7 @@ from trainer.metadata import metadata
 from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, StepSums
 from trainer.model import build_model, fill, keep_gathered, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
+from trainer.out_of_memory import is_out_of_memory, measure
 from trainer.requests import Requests
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
@@ -98,6 +99,7 @@ class Training:
     requests: Requests
     saver: Saver
     start: int  # updates done before this process began
+    done: int = field(default=0, init=False)  # updates that this process has seen the end of, those before it included
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
     postponed: bool = field(default=False, init=False)  # a save was due after a step that was no number
     validated: tuple[int, Validated | None] = field(default=(-1, None), init=False)  # of which step, and what was found
@@ -156,6 +158,7 @@ class Training:
         asked = time.monotonic()
         for step, data in enumerate(self.data.prepared(self.start, self.last), start=self.start):
             self.metrics.record(self.take_step(step, data, time.monotonic() - asked))
+            self.done = step + 1
             yield step + 1
             asked = time.monotonic()
 
@@ -362,16 +365,16 @@ def latents_of(vae: Path) -> Latents:
     return Latents(shift=config["shift_factor"], scale=config["scaling_factor"])
 
 
-def failure(error: BaseException, step: int) -> Outcome:
+def failure(error: BaseException, step: int, during: str = "training", process: int = 0) -> Outcome:
     """What an error means: whose it is, and what to do."""
     text = f"{error}"
     if isinstance(error, (JobError, LoraFileError, OptimizerStateError, StateError, TensorFileError)):
         return Outcome(JOB_WRONG, text, step)
     if isinstance(error, PodError):
         return Outcome(POD_WRONG, text, step)
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        ways = "lower plan.images_per_pass, set plan.checkpointing: true, or take a Paged optimizer"
-        return Outcome(POD_WRONG, f"out of GPU memory: {ways}. ({text})", step)
+    if is_out_of_memory(error):  # the entrypoint, which knows the pod, tells the ways out
+        shortage = measure(error, during, process)
+        return Outcome(POD_WRONG, f"out of GPU memory: {shortage}", step, shortage)
     if isinstance(error, MemoryError):
         return Outcome(POD_WRONG, f"{text}: take a pod with more RAM, or an optimizer with smaller states", step)
     if isinstance(error, (NonFiniteLossError, NonFiniteError)):
@@ -381,14 +384,24 @@ def failure(error: BaseException, step: int) -> Outcome:
     return Outcome(CRASH, f"{type(error).__name__}: {text}", step)
 
 
+def at_work_on(training: Training | None) -> str:
+    """What a process does, for messages."""
+    if training is None:
+        return "setting up weights and optimizer"
+    first = training.done <= training.start
+    return f"step {training.start + 1}, the first of this start" if first else f"step {training.done + 1}"
+
+
 def main(run_file: Path) -> int:
     run = RunFile.read(run_file)
     rank = int(os.environ.get("RANK", "0"))
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    training: Training | None = None
     try:
         with join_world(run) as world:
-            outcome = train(Training.set_up(run, world))
+            training = Training.set_up(run, world)
+            outcome = train(training)
             if world.leads:
                 outcome.write(run.folder.outcome)
         return outcome.code
@@ -398,7 +411,7 @@ def main(run_file: Path) -> int:
         traceback.print_exc()
         # The first to fail tells why: what the others see then is only that it is gone.
         if not run.folder.outcome.exists():
-            failure(error, 0).write(run.folder.outcome)
+            failure(error, 0, at_work_on(training), rank).write(run.folder.outcome)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

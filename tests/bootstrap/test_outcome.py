@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.outcome import ACCESS_REFUSED, CRASH, DONE, JOB_WRONG, POD_WRONG, STOPPED, Outcome
+from bootstrap.shortage import Shortage
 
 
 def test_the_exit_codes_are_a_promise() -> None:
@@ -19,8 +20,23 @@ def test_an_outcome_comes_back(tmp_path: Path) -> None:
     assert Outcome.read(tmp_path / "outcome.json") == outcome
 
 
+def test_a_shortage_of_memory_comes_back(tmp_path: Path) -> None:
+    outcome = Outcome(POD_WRONG, "out of GPU memory", 0, Shortage("step 3", 1, 2, 3, 4, 5, 6))
+    outcome.write(tmp_path / "outcome.json")
+    assert Outcome.read(tmp_path / "outcome.json") == outcome
+
+
 @pytest.mark.parametrize(
-    "content", [None, "", "{", "[]", '{"code": 0}', '{"code": 0, "reason": "", "step": 1, "x": 2}']
+    "content",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        '{"code": 0}',
+        '{"code": 0, "reason": "", "step": 1, "x": 2}',
+        '{"code": 1, "reason": "", "step": 1, "shortage": {"during": ""}}',
+    ],
 )
 def test_no_outcome_is_a_crash(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "outcome.json"
