@@ -98,6 +98,10 @@ class LowRank:
         """Outputs and inputs of the layer."""
         return self.up.shape[0], self.down.shape[1]
 
+    def on(self, device: torch.device) -> LowRank:
+        magnitude = None if self.magnitude is None else self.magnitude.to(device)
+        return replace(self, down=self.down.to(device), up=self.up.to(device), magnitude=magnitude)
+
     def product(self) -> torch.Tensor:
         """``scale * up @ down``, float32."""
         return self.scale * (self.up.float() @ self.down.float())
@@ -273,8 +277,10 @@ class _Problems:
         self.found[kind].append(name)
 
     def raise_if_any(self) -> None:
-        if self.found:
-            raise LoraFileError("; ".join(f"{kind}: {some(names)}" for kind, names in self.found.items()))
+        told = [f"{kind}: {some(names)}" for kind, names in self.found.items()]
+        if told:
+            more = f"; and {len(told) - LISTED} things more" if len(told) > LISTED else ""
+            raise LoraFileError("; ".join(told[:LISTED]) + more)
 
 
 @dataclass

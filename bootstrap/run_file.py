@@ -39,11 +39,11 @@ class RunFile:
         return self.folder.run_file
 
     def read_items(self) -> tuple[Item, ...]:
-        return _read(self.folder.items)
+        return read_items(self.folder.items)
 
     def read_held_out(self) -> tuple[Item, ...]:
         """What validation may try: never trained on."""
-        return _read(self.folder.held_out)
+        return read_items(self.folder.held_out)
 
     @classmethod
     def read(cls, path: Path) -> RunFile:
@@ -54,6 +54,6 @@ _RUN = TypeAdapter(RunFile)
 _ITEM = TypeAdapter(Item)
 
 
-def _read(path: Path) -> tuple[Item, ...]:
+def read_items(path: Path) -> tuple[Item, ...]:
     with path.open("rb") as file:
         return tuple(_ITEM.validate_json(line) for line in file)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bootstrap.volume import Volume
 
@@ -45,13 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     states.add_argument("--verify", action="store_true", help="hash every byte")
     _volume_option(states)
 
-    export = commands.add_parser("export", help="write a state's weights in another layout or number format")
-    export.add_argument("state", help="a state's folder, or RUN/STEP, or RUN for its newest")
-    export.add_argument("--layout", choices=("bfl", "diffusers", "kohya"), help="bfl, or kohya for a LoRA, by default")
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp8", "fp32"), help="bf16, or fp32 for a LoRA, by default")
-    export.add_argument("--to", type=Path, metavar="PATH", help="a file, or a folder for a full model of diffusers")
-    export.add_argument("--saturate", action="store_true", help="numbers beyond the format's range become its largest")
-    _volume_option(export)
+    _model_commands(commands)
 
     upload = commands.add_parser("upload", help="bring a run's finished file, or a state's weights, to the hub")
     upload.add_argument("run", help="RUN for its finished file (or newest state), or RUN/STEP")
@@ -114,11 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from entrypoint.probe import show_probe
 
         return show_probe(volume)
-    if options.command == "export":
-        from entrypoint.states import export as export_state
+    if options.command in ("export", "merge", "extract"):
+        from entrypoint.model_files import run as run_on_models
 
-        chosen = [f"--{name}={value}" for name in ("layout", "dtype", "to") if (value := getattr(options, name))]
-        return export_state(volume, options.state, [*chosen, *["--saturate"] * options.saturate])
+        return run_on_models(volume, options)
     if options.command == "upload":
         from entrypoint.uploads import upload as upload_run
 
@@ -135,6 +129,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from entrypoint.pod import watch
 
     return watch(volume)
+
+
+def _model_commands(commands: Any) -> None:
+    """Those that make a model's file of others: export, merge, extract."""
+    dtypes = ("bf16", "fp16", "fp8", "fp32")
+    saturate = "numbers beyond the format's range become its largest"
+    named = "a file or folder, RUN/STEP, or RUN for its newest state"
+
+    export = commands.add_parser("export", help="write weights in another layout or number format")
+    export.add_argument("what", help=f"a state or a LoRA: {named}")
+    export.add_argument("--layout", choices=("bfl", "diffusers", "kohya"), help="bfl, or kohya for a LoRA, by default")
+    export.add_argument("--dtype", choices=dtypes, help="bf16, or fp32 for a LoRA, by default")
+    export.add_argument("--to", type=Path, metavar="PATH", help="a file, or a folder for a full model of diffusers")
+
+    merge = commands.add_parser("merge", help="put LoRAs of any tool into a full checkpoint")
+    merge.add_argument("loras", nargs="+", metavar="LORA[@STRENGTH]", help=f"{named}; strength 1 unless told")
+    merge.add_argument("--base", required=True, help=f"{named}, or a fetched hub id")
+    merge.add_argument(
+        "--to", type=Path, required=True, metavar="PATH", help="a file; a folder with --layout diffusers"
+    )
+    merge.add_argument("--layout", choices=("bfl", "diffusers"), default="bfl", help="bfl, one file, by default")
+    merge.add_argument("--dtype", choices=dtypes, help="that of the base by default")
+    merge.add_argument("--any-base", action="store_true", help="also where the LoRA says that it is of another base")
+
+    extract = commands.add_parser("extract", help="make a LoRA of what a full fine-tune changed")
+    extract.add_argument("tuned", help=f"the fine-tune: {named}")
+    extract.add_argument("--base", required=True, help=f"what it was made from: {named}, or a fetched hub id")
+    extract.add_argument("--rank", type=int, default=64, help="more holds more of the change (64)")
+    extract.add_argument("--targets", default="all-linear", help="as lora.targets; patterns with commas between them")
+    extract.add_argument("--to", type=Path, required=True, metavar="FILE")
+    extract.add_argument("--layout", choices=("kohya", "diffusers"), default="kohya")
+    extract.add_argument("--dtype", choices=dtypes, default="fp32")
+    for command in (export, merge, extract):
+        command.add_argument("--saturate", action="store_true", help=saturate)
+        _volume_option(command)
 
 
 def _deployment_options(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,7 @@
-"""``fluxpod states RUN``: what a run has saved, and whether it is whole. ``fluxpod export STATE``: for another tool."""
+"""``fluxpod states RUN``: what a run has saved, and whether it is whole."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from bootstrap.outcome import DONE, JOB_WRONG
@@ -41,20 +38,9 @@ def _line(state: State, hash_all: bool) -> tuple[str, bool]:
     return f"{line}  verified", True
 
 
-def export(volume: Volume, state: str, options: Sequence[str]) -> int:
-    """Starts ``trainer.export`` on a state: its folder, or ``RUN/STEP``, or ``RUN`` for the newest."""
-    path = Path(state)
-    if not path.is_dir():
-        name, _, step = state.partition("/")
-        found = _find(volume, name, step)
-        if found is None:
-            print(f"there is no state {state}: write its folder, or RUN/STEP; `fluxpod states RUN` lists them")
-            return JOB_WRONG
-        path = found
-    return subprocess.run([sys.executable, "-m", "trainer.export", str(path), *options], check=False).returncode
-
-
-def _find(volume: Volume, run: str, step: str) -> Path | None:
+def find_state(volume: Volume, name: str) -> Path | None:
+    """The folder of a state called ``RUN/STEP``, or ``RUN`` for the newest that is whole."""
+    run, _, step = name.partition("/")
     states = list_states(volume.run(run).states)[0]
     if not step:
         newest, _ = newest_whole(volume.run(run).states)

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fcntl import ioctl
 from functools import partial
@@ -48,6 +48,7 @@ from bootstrap.state import (
 from bootstrap.tensor_files import open_tensors
 from bootstrap.volume import flush_folder
 from trainer.adapter_files import KEPT, Expected, kept_pieces
+from trainer.file_hashes import fill_places
 from trainer.optimizer import Optimizer, SavedOptimizer
 from trainer.state_files import (
     MOST_WRITERS,
@@ -94,11 +95,18 @@ class Writing:
     def busy(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
+    def fill_places(self) -> None:
+        """Once all of an adapter's file is there, which one process writes: its hashes, into its header."""
+        if self.expected:
+            model, *others = self.layouts
+            self.layouts = [replace(model, start=fill_places(self.part / model.name)), *others]
+
     def write(self, writers: int) -> None:
         """This process's bytes; what goes wrong is kept for ``publish``."""
         try:
             for layout in self.layouts:
                 self.extents += write_spans(self.part / layout.name, layout, writers, self.given_up)
+            self.fill_places()
         except (OSError, ValueError, DiscardedError) as failure:
             self.failure = failure
 
@@ -155,6 +163,7 @@ class Saver:
             if not self.many_writers:
                 for each in layouts:
                     writing.extents += together(world, partial(stream_to_lead, part / each.name, each, world))
+                together(world, writing.fill_places)
             else:
                 together(world, lambda: create_files(part, layouts) if world.leads else None)
                 self._write(writing)

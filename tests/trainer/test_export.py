@@ -17,10 +17,11 @@ from bootstrap.state import State
 from bootstrap.tensor_files import read_header, read_tensors
 from tests.runs import make_job, make_run, make_weights, make_world
 from trainer.checkpoint import Saver
-from trainer.export import ExportError, cast, export, main
+from trainer.export import export, main
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
 from trainer.model import build_model, fill, sources
+from trainer.tensor_output import ExportError, cast
 from trainer.trained import Trained, trained_tensors
 
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 2, "targets": ["*_blocks.0.attn.*"]}}
@@ -110,7 +111,7 @@ def test_the_command_tells_problems_in_words(
 ) -> None:
     _, state, _ = saved(**LORA)
     assert main([str(state.path), "--layout", "bfl"]) == 64
-    assert "lora is exported as kohya or diffusers, not as bfl" in capsys.readouterr().err
+    assert "a LoRA is exported as kohya or diffusers, not as bfl" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 64
     assert "has no state.json" in capsys.readouterr().err
     assert main([str(state.path), "--dtype", "fp16", "--to", str(tmp_path / "a.safetensors")]) == 0
