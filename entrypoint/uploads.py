@@ -33,7 +33,7 @@ LOOK_EVERY = 10.0  # seconds between two looks for a new state
 AGAIN = 600.0  # seconds to the next try of what failed while training goes on
 # At the end: about ten minutes of a hub in trouble, then the run is held with code 69 and tried again from outside.
 PATIENCE = Patience(waits=(2.0, 10.0, 30.0, 120.0, 300.0), flush=1000.0)
-BESIDE_TRAINING = Patience(waits=(10.0, 60.0, 300.0), flush=1000.0, report=60.0)
+BESIDE_TRAINING = Patience(waits=(10.0, 60.0), flush=1000.0, report=60.0)
 BEFORE_TRAINING = Patience(stall=30.0, waits=(2.0, 10.0))  # the GPU is billed meanwhile
 CHECK = Patience(stall=30.0, waits=())  # a person waits
 END_LIMIT = 5.0  # seconds for the thread to end; it looks several times a second
@@ -107,11 +107,20 @@ class Uploads:
                 opened = _open(transfers, self.job, self._base.repo)
                 self._licence = dict(opened["licence"])  # type: ignore[call-overload]
             for piece in pieces:
-                try:
-                    self._bring(piece, transfers)
-                except FileNotFoundError as error:
-                    self.say(f"upload: {error}")
+                self._bring_if_there(piece, transfers)
         self.line = ""
+
+    def _bring_if_there(self, piece: Piece, transfers: Transfers) -> None:
+        for _ in range(2):
+            try:
+                self._bring(piece, transfers)
+                return
+            except FileNotFoundError as error:
+                if not piece.file.exists():
+                    self.say(f"upload: {error}")
+                    return
+                told = error  # a picture beside it: once more with those that are there now
+        raise PodError(f"upload: {told}")
 
     def _bring(self, piece: Piece, transfers: Transfers) -> None:
         record, begun = Record.read(self.folder, self.repo), time.monotonic()
