@@ -125,6 +125,11 @@ def shown_address(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}" + ("?..." if parts.query else "")
 
 
+def without_signatures(text: str) -> str:
+    """``text`` with every address in it fit for a log."""
+    return re.sub(r"https?://[^\s'\"<>]+", lambda url: shown_address(url[0]), text)
+
+
 def causes(error: BaseException) -> list[BaseException]:
     """An error and what led to it, the latest first."""
     chain = [error]

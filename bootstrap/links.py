@@ -61,8 +61,10 @@ def _drive(parts: SplitResult) -> str:
     if not name:
         return parts.geturl()
     # confirm: large files come with a page in between that says that they were not scanned for viruses.
-    query = urlencode({"id": name, "export": "download", "confirm": "t"})
-    return f"https://drive.usercontent.google.com/download?{query}"
+    query = {"id": name, "export": "download", "confirm": "t"}
+    if key := dict(parse_qsl(parts.query)).get("resourcekey"):  # some files shared before autumn 2021 need it
+        query["resourcekey"] = key
+    return f"https://drive.usercontent.google.com/download?{urlencode(query)}"
 
 
 def _with(parts: SplitResult, **added: str) -> str:

@@ -15,7 +15,6 @@ import errno
 import hashlib
 import os
 import queue
-import re
 import ssl
 import threading
 import traceback
@@ -39,6 +38,8 @@ BLOCK = 16 * 1024 * 1024  # bytes of one read from the disk
 FLUSH_EVERY = 256 * 1024 * 1024  # bytes: the disk works while the wire does, and the last flush is short
 TELL_EVERY = 64 * 1024 * 1024  # bytes hashed between two signs of life
 QUIET_LIMIT = 15.0  # seconds without a byte, after which the connection is given up and opened anew
+# What hf_xet raises of the network, its servers, an expired login of its own, and a full disk.
+XET_ERRORS = (RuntimeError, ValueError, PermissionError, FileNotFoundError, ConnectionError, TimeoutError)
 XET = ".xet"  # after the name of a partial file
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -360,11 +361,10 @@ def _by_xet(order: Order, xet: Any, headers: dict[str, str], tell: Tell) -> str:
         part.unlink(missing_ok=True)
     try:
         xet_get(incomplete_path=part, xet_file_data=xet, headers=headers, expected_size=order.size, _tqdm_bar=bar)
-    except (RuntimeError, ValueError) as error:  # hf_xet tells of the network, its servers and a full disk so
+    except XET_ERRORS as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        text = re.sub(r"https?://\S+", lambda url: hub.shown_address(url[0]), str(error))  # they are signed
-        raise BrokenOffError(f"Xet: {text}") from error
+        raise BrokenOffError(f"Xet: {hub.without_signatures(str(error))}") from error
     sha256 = hash_file(part, order, tell)
     if sha256 is None:
         part.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -170,8 +169,7 @@ def _by_xet(parcel: Parcel, sha256: str, headers: dict[str, str], tell: Tell) ->
         ) as commit:
             commit.start_upload_file(parcel.file, sha256=sha256)
     except (RuntimeError, ValueError, OSError) as error:  # hf_xet's own errors are of these kinds
-        text = re.sub(r"https?://\S+", lambda url: hub.shown_address(url[0]), str(error))
-        raise BrokenOffError(f"Xet: {text}") from error
+        raise BrokenOffError(f"Xet: {hub.without_signatures(str(error))}") from error
 
 
 # ---- LFS

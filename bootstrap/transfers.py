@@ -122,7 +122,9 @@ class _Process:
                 self.said = [*self.said[-20:], line]
 
     def last_words(self) -> str:
-        return " ".join(" ".join(self.said).split())[-500:] or "it said nothing"
+        """The end of what it printed; addresses in it may be signed."""
+        said = " ".join(" ".join(self.said).split())
+        return hub.without_signatures(said)[-500:] or "it said nothing"
 
     def end(self) -> None:
         self.process.kill()

@@ -31,6 +31,8 @@ def serve(answer: Answer, get_ready: Callable[[], object]) -> None:
             lines.put(line)
         os._exit(0)  # whoever asked is gone: nothing is carried for nobody
 
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no event
     token = json.loads(sys.stdin.readline())["token"]
     threading.Thread(target=read, daemon=True).start()
     speaking = threading.Lock()
@@ -42,7 +44,7 @@ def serve(answer: Answer, get_ready: Callable[[], object]) -> None:
             return
         with speaking, suppress(BrokenPipeError):
             told = time.monotonic()
-            print(json.dumps(event), flush=True)
+            print(json.dumps(event), file=events, flush=True)
 
     get_ready()
     tell(started=True)

@@ -28,6 +28,10 @@ from bootstrap.links import LinkError, direct
             "https://drive.usercontent.google.com/download?id=1a-B_2&export=download&confirm=t",
         ),
         (
+            "https://drive.google.com/file/d/1a-B_2/view?usp=sharing&resourcekey=0-ab",
+            "https://drive.usercontent.google.com/download?id=1a-B_2&export=download&confirm=t&resourcekey=0-ab",
+        ),
+        (
             "https://me-my.sharepoint.com/:u:/g/personal/x/abc?e=1",
             "https://me-my.sharepoint.com/:u:/g/personal/x/abc?e=1&download=1",
         ),

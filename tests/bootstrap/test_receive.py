@@ -131,7 +131,7 @@ def test_xet_is_asked_as_huggingface_hub_wants_it() -> None:
     assert asked <= set(inspect.signature(xet_get).parameters)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, PermissionError])
 def test_xet_that_fails_is_tried_again(
     error: type[Exception], order: Order, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
