@@ -56,6 +56,7 @@ def main() -> None:
             result = measure(case, run, world, options.save)
             if world.leads:
                 write_json(options.folder / f"{case.name}.json", result)
+            torch.compiler.reset()  # each case compiles for its own sizes
             gc.collect()
             torch.cuda.empty_cache()
             world.meet()

@@ -59,6 +59,7 @@ BLOCK_8BIT = 256  # values that share one absmax in an 8-bit state
 # Bytes of state per parameter: 32-bit, and, where the optimizer has 8-bit states, (values, absmax blocks) of 1 byte.
 _STATES_32BIT = {"Lion8bit": 4, "PagedLion8bit": 4, "Prodigy": 16}  # Prodigy: two averages, start, distance; else 8
 _STATES_8BIT = {"AdamW8bit": 2, "PagedAdamW8bit": 2, "Lion8bit": 1, "PagedLion8bit": 1}
+COPY_BUFFERS = 3  # blocks that the GPUs see of each other (trainer/peer_copies.py): two to gather, one to sum
 FUSED = ("AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit")
 
 
@@ -248,6 +249,8 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         slots = SLOTS * work.optimizer * work.shape.block_parameters() // work.trained if way.states_on_host else 0
         optimizer = (copies + slots + work.optimizer - host_states(work, way.states_on_host)) // parts
     outside = CONTEXT + (NCCL if way.processes > 1 else 0)
+    if way.sharded and not way.reshard:
+        outside += COPY_BUFFERS * block
     decoded = min(work.sample_pixels, TILE**2) if way.tiled else work.sample_pixels
     drawing = VAE + int(decoded * DECODE) if decoded else 0
     if way.streamed:

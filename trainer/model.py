@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from bootstrap.tensor_files import Rows, load_rows, read_header
 from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.data import Batch
+from trainer.peer_copies import use_copy_engines
 from trainer.quantised import QuantisedLinear
 from trainer.streamed import StreamedBlock, StreamedWeights
 from trainer.trained import held_rows, local, plain_name
@@ -76,9 +78,23 @@ def prepare(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
     if plan.checkpointing:
         checkpoint_blocks(model, plan.checkpointed_blocks)
     if plan.compile:
+        avoid_compiler_faults()
         model.compile_repeated_blocks(fullgraph=True)
     if plan.sharding == "fsdp":
-        shard(model, plan.reshard_after_forward, world)
+        shard(model, plan, world)
+
+
+def avoid_compiler_faults() -> None:
+    """Switches off what fails once a second size of image, or number of them, makes sizes symbols.
+
+    Both were met on a GPU with torch 2.11. The analysis of tilings compares sizes that it has hints for with some that
+    it has not, and asserts. The fused reductions along both axes cut their workspace by a sum without parentheses (they
+    have them in 2.13).
+    """
+    settings = torch._inductor.config.triton
+    settings.coalesce_tiling_analysis = False
+    if torch.__version__ < "2.13":  # compares versions, not letters
+        settings.mix_order_reduction = False
 
 
 def checkpoint_blocks(model: FluxTransformer2DModel, count: int) -> None:
@@ -105,21 +121,35 @@ def _run_twice(block: nn.Module) -> Callable[..., Any]:
     return lambda *inputs: block(*inputs, again=next(runs) > 0)
 
 
-# Gradients are summed up over the processes in this.
-SUMMED_IN = torch.float32
+def shard(model: FluxTransformer2DModel, plan: Plan, world: World) -> None:
+    """FSDP2, block by block. Gradients are summed, not divided: each loss is a share of the step's.
 
-
-def shard(model: FluxTransformer2DModel, reshard_after_forward: bool, world: World) -> None:
-    """FSDP2, block by block. Gradients are summed, not divided: each loss is a share of the step's."""
+    Between GPUs they travel in bf16, as backward makes them; between processes on a CPU in float32.
+    """
     mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(reduce_dtype=SUMMED_IN)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if world.device.type == "cuda" else torch.float32)
     for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo knows no scaled one
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo knows no scaled one
+    if world.device.type == "cuda" and plan.p2p and not plan.reshard_after_forward:  # else memory is short
+        use_copy_engines(modules, max(_padded_bytes(group, world.size) for group in _groups(model)), world)
+
+
+def _groups(model: FluxTransformer2DModel) -> list[list[nn.Parameter]]:
+    """The parameters that FSDP2 sends together: a block's, and all that are in none."""
+    blocks = [[*block.parameters()] for block in [*model.transformer_blocks, *model.single_transformer_blocks]]
+    inside = {id(parameter) for block in blocks for parameter in block}
+    return [*blocks, [parameter for parameter in model.parameters() if id(parameter) not in inside]]
+
+
+def _padded_bytes(parameters: list[nn.Parameter], parts: int) -> int:
+    """Of all of them together, each with as many rows as divide into equal parts."""
+    rows = (math.ceil(p.shape[0] / parts) * parts * (p.numel() // p.shape[0]) * p.itemsize for p in parameters)
+    return sum(rows)
 
 
 def keep_gathered(model: FluxTransformer2DModel, keep: bool) -> None:

@@ -85,6 +85,9 @@ def join_world(run: RunFile) -> Iterator[World]:
     instead of two trains without a word, at half the speed).
     """
     on_cpu = run.plan.device == "cpu"
+    # Streams wait for other processes (trainer/peer_copies.py): each needs a queue of its own, or one that waits holds
+    # up what another one waits for. Eight is the default; it is read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     state = PartialState(cpu=on_cpu, timeout=STEP_LIMIT)
     rank, size = state.process_index, state.num_processes
     record_process(run.folder.processes, f"trainer-{rank}")
