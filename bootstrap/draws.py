@@ -23,6 +23,7 @@ class Use(IntEnum):
     CAPTION = 6
     CROP = 7
     VALIDATION_LEVEL = 8
+    ADAPTER_DROPOUT = 9
 
 
 def draw(seed: int, use: Use, step: int, place: int) -> np.random.Generator:

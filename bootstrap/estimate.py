@@ -34,6 +34,7 @@ USABLE = 0.955
 CONTEXT = int(1.3 * GIB)  # CUDA context, cuBLAS and cuDNN, kernels, one communicator: 1.30 to 1.35 at the end of runs
 NCCL = int(0.7 * GIB)  # buffers of a communicator, with more than one process
 ACTIVATION = 36.6  # bytes kept for the backward pass per token, width and block, compiled (above)
+DORA_ACTIVATION = 17  # more, with DoRA on attention and feed-forward: each layer's output before it is stretched
 EAGER = 1.4  # not compiled, more of them: norms, gates and GELU inputs are kept apart. Not measured
 UPDATE_COPIES = 2  # 32-bit copies of the one tensor being updated, weight and gradient, where no fused kernel does it
 SLOTS = 3  # blocks whose streamed states, or weights, are on the GPU at a time (trainer/ring.py)
@@ -80,6 +81,8 @@ class Work:
     pictures: int  # of a round of samples
     sample_flops: float  # floating-point operations of a round of samples, but for the VAE's
     weights_file: int  # bytes of a state's weights: the whole model in bf16, or the adapter's file
+    dora: bool = False
+    assistant: int = 0  # bytes of a frozen adapter beside the trained one
 
     @property
     def state(self) -> int:
@@ -129,8 +132,9 @@ class Memory:
         return " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
 
 
-def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]]) -> Work:
-    """``sizes``: width and height in pixels of the images, with how often each occurs; at least one."""
+def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]], assistant: int = 0) -> Work:
+    """``sizes``: width and height in pixels of the images, with how often each occurs; at least one. ``assistant``:
+    bytes of assistant_lora."""
     sizes = list(sizes)
     text = text_tokens(shape)
     shapes = list(shape.tensors().values())
@@ -152,17 +156,19 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]])
         sample_pixels=max((each.width * each.height for each in drawings), default=0),
         pictures=len(drawings),
         sample_flops=sum(each.steps * shape.forward_flops(each.width, each.height, text) for each in drawings),
+        dora=job.lora is not None and job.lora.dora,
+        assistant=assistant,
         weights_file=_adapter_file(shape, job.lora) if job.lora is not None else BF16 * weights,
     )
 
 
 def adapter_shapes(shape: FluxShape, lora: Lora) -> list[tuple[int, ...]]:
-    """Of every tensor of an adapter: A and B of each layer."""
+    """Of every tensor of an adapter: A and B of each layer and, with DoRA, the lengths of its rows."""
     linear = linear_layers(shape)
     shapes: list[tuple[int, ...]] = []
     for name, layer in adapters_of(linear, lora).items():
         out, size = linear[name]
-        shapes += [(layer.rank, size), (out, layer.rank)]
+        shapes += [(layer.rank, size), (out, layer.rank), *([(out,)] if lora.dora else [])]
     return shapes
 
 
@@ -181,7 +187,7 @@ def _adapter_file(shape: FluxShape, lora: Lora) -> int:
     values = 0
     for name, rank in ranks.items():
         rows = bfl_tensors(shape)[f"{name}.weight"][0]
-        values += rank * (inputs[name] + rows) + 1
+        values += rank * (inputs[name] + rows) + 1 + (rows if lora.dora else 0)
     return FP32 * values
 
 
@@ -256,7 +262,7 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
     if way.streamed:
         whole += SLOTS * block - streamed_bytes(work, way.streamed)
     return Memory(
-        weights=whole // parts + gathered + unpacked_bytes(work.shape, way.base),
+        weights=whole // parts + gathered + work.assistant + unpacked_bytes(work.shape, way.base),
         gradients=gradients,
         optimizer=optimizer,
         activations=way.images_per_pass * activation_bytes(work, way),
@@ -284,7 +290,7 @@ def _parameters(work: Work, count: int) -> int:
 def activation_bytes(work: Work, way: Arrangement) -> int:
     """Bytes that one image of the largest size keeps from its forward pass for its backward pass."""
     values = work.tokens * work.shape.width
-    inside = values * ACTIVATION * (1 if way.compiled else EAGER)
+    inside = values * (ACTIVATION + (DORA_ACTIVATION if work.dora else 0)) * (1 if way.compiled else EAGER)
     # A checkpointed block keeps its input. All of one that is computed again counts where none keeps it anyway: those
     # are the first blocks, whose turn in the backward pass comes when the others' has passed.
     whole = max(1, work.shape.blocks - way.checkpointed)
@@ -335,7 +341,8 @@ def _rate(work: Work, way: Arrangement, gpu: GpuModel) -> float:
     """Floating-point operations per second that training reaches."""
     share = EFFICIENCY_HOPPER if gpu.capability == (9, 0) else EFFICIENCY
     share = share if way.compiled else min(share, EFFICIENCY_EAGER)
-    return gpu.tflops * 1e12 * share * (LORA_SLOWDOWN if work.lora else 1)
+    adapters = work.lora + work.dora + (work.assistant > 0)  # each as much as the first. Not measured
+    return gpu.tflops * 1e12 * share * LORA_SLOWDOWN**adapters
 
 
 def seconds_of_samples(work: Work, processes: int, gpu: GpuModel) -> float:

@@ -3,10 +3,13 @@ the check, the estimate, the trainer and the files."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from bootstrap.layout import module_in_bfl
 from jobs.problem import Problem
 from jobs.schema import Lora
 
@@ -29,6 +32,7 @@ class AdapterLayer:
 
     rank: int
     scale: float
+    learning_rate: float | None = None  # None: the run's
 
     @property
     def alpha(self) -> float:
@@ -55,15 +59,51 @@ def unmatched(linear: Collection[str], targets: str | Sequence[str]) -> list[str
 
 def adapters_of(linear: Iterable[str], lora: Lora) -> dict[str, AdapterLayer]:
     """The adapter of each layer that gets one, in the layers' order."""
-    layer = AdapterLayer(lora.rank, lora.alpha / lora.rank)
-    return dict.fromkeys(target_layers(linear, lora.targets), layer)
+    found = {}
+    for name in target_layers(linear, lora.targets):
+        rank, alpha, rate = lora.rank, None, None
+        for entry in lora.layers:
+            if target_layers((name,), entry.match):
+                rank = entry.rank if entry.rank is not None else rank
+                alpha = entry.alpha if entry.alpha is not None else alpha
+                rate = entry.learning_rate if entry.learning_rate is not None else rate
+        strength = lora.alpha / lora.rank if alpha is None else alpha / rank
+        found[name] = AdapterLayer(rank, strength * math.sqrt(rank) if lora.rslora else strength, rate)
+    return found
 
 
 def lora_problems(linear: Collection[str], lora: Lora) -> list[Problem]:
     """What in ``lora`` cannot be with a model of these linear layers."""
+    problems = []
     some = next(name for name in linear if "attn" in name)
     remedy = f"Layers are called like {some}; '*' stands for anything"
-    return [
-        Problem(f"no layer of this base is called {pattern!r}", remedy, "lora.targets")
-        for pattern in unmatched(linear, lora.targets)
-    ]
+    for pattern in unmatched(linear, lora.targets):
+        problems.append(Problem(f"no layer of this base is called {pattern!r}", remedy, "lora.targets"))
+    adapted = target_layers(linear, lora.targets)
+    for index, entry in enumerate(lora.layers):
+        key = f"lora.layers[{index}].match"
+        strange = unmatched(linear, entry.match)
+        for pattern in strange:
+            problems.append(Problem(f"no layer of this base is called {pattern!r}", remedy, key))
+        if not strange and not target_layers(adapted, entry.match):
+            told = "has no effect: no layer with an adapter is meant"
+            problems.append(Problem(told, "Add these layers to lora.targets, or delete the entry", key))
+    return problems or _parts_left_out(linear, adapted, lora)
+
+
+def _parts_left_out(linear: Iterable[str], adapted: Collection[str], lora: Lora) -> list[Problem]:
+    """A DoRA tells the length of every row of a matrix, and kohya's layout has one matrix of q, k and v (and proj_mlp):
+    all of them need one."""
+    if not lora.dora or lora.layout != "kohya":
+        return []
+    fused: dict[str, list[str]] = defaultdict(list)
+    for name in linear:
+        fused[module_in_bfl(name)[0]].append(name)
+    for parts in fused.values():
+        absent = [name for name in parts if name not in adapted]
+        if 0 < len(absent) < len(parts):
+            told = (
+                f"leaves out {', '.join(absent)}, which are one matrix with others in the file; with dora all need one"
+            )
+            return [Problem(told, "Add them to lora.targets, or write layout: diffusers", "lora.targets")]
+    return []

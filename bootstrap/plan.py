@@ -80,6 +80,7 @@ class Plan:
     warnings: tuple[str, ...]
     p2p: bool = True  # whether NCCL may let the GPUs talk to each other directly
     setting: str = ""  # what of job and cards the plan's memory hangs on: bootstrap/shortage.py
+    assistant_bytes: int = 0  # of assistant_lora, on each GPU
 
     @property
     def checkpointing(self) -> bool:
@@ -110,14 +111,23 @@ class Prediction:
         return self.training + self.drawing + self.validating + self.saving
 
 
-def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary, failed: Sequence[FailedPlan] = ()) -> Plan:
+def make_plan(
+    job: Job,
+    pod: Pod,
+    base: FluxShape,
+    data: DataSummary,
+    failed: Sequence[FailedPlan] = (),
+    *,
+    assistant: int = 0,
+) -> Plan:
     """``failed``: plans on record that ran out of GPU memory; those of this job on these cards leave more room.
+    ``assistant``: bytes of assistant_lora.
 
     Raises PodError where this pod cannot run the job, JobError where an override of the job cannot be.
     """
     refuse_contradictions(job, base)
     sizes = image_sizes(job, data)
-    work = estimate.work_of(job, base, sizes)
+    work = estimate.work_of(job, base, sizes, assistant)
     on_gpu = bool(pod.gpus) or base.parameters() >= CPU_PARAMETERS
     gpus, why = choose_gpus(job, pod) if on_gpu else ((), "")
     setting = setting_of(job, work, gpus)
@@ -174,6 +184,7 @@ def make_plan(job: Job, pod: Pod, base: FluxShape, data: DataSummary, failed: Se
         warnings=(),
         p2p=pod.p2p,
         setting=setting,
+        assistant_bytes=assistant,
     )
     warnings = [*_warn_data(job, data, plan), *_warn_gpus(pod, gpus), *_warn_pod(pod, work, way, plan)]
     warnings += _warn_scaling(job, pod, work, gpus, way)
@@ -198,7 +209,7 @@ def ways_out_of(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSumma
     if not gpus:
         return ""
     sizes = image_sizes(job, data)
-    work = estimate.work_of(job, base, sizes)
+    work = estimate.work_of(job, base, sizes, plan.assistant_bytes)
     return spelled_out(job, pod, work, gpus, sizes, room_after(usable_memory(gpus), [failed]))
 
 
@@ -209,7 +220,7 @@ def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) 
     if not known or len(known) < len(models):
         return None
     slowest = linked(min(known, key=lambda model: model.tflops), pod)
-    work = estimate.work_of(job, base, image_sizes(job, data))
+    work = estimate.work_of(job, base, image_sizes(job, data), plan.assistant_bytes)
     step = estimate.seconds_per_step(work, _way_of(plan), slowest, max(plan.split))
     rounds = 1 + math.ceil(plan.steps / job.sample.every)
     saves = count_saves(job, plan.steps, plan.steps_per_epoch)

@@ -130,8 +130,13 @@ def refuse_unlike_adapter(job: Job, volume: Volume, shape: FluxShape) -> None:
 
 
 def _value(of: Any, key: str) -> Any:
+    """The value of a key. Of one in a list's entries, their values, but for entries of lora.layers that change the
+    learning rate alone."""
     for part in key.split("."):
-        of = getattr(of, part, None)
+        if isinstance(of, tuple):
+            of = tuple(getattr(each, part) for each in of if each.rank is not None or each.alpha is not None)
+        else:
+            of = getattr(of, part, None)
     return of
 
 

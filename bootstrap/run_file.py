@@ -21,6 +21,7 @@ class RunFile:
     weights: Weights
     volume: Path  # the mount point
     resume: Path | None = None  # the state to go on from, verified; None starts at step 0
+    assistant: Path | None = None  # the file of assistant_lora, on the volume
 
     @property
     def folder(self) -> RunFolder:

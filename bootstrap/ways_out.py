@@ -135,7 +135,9 @@ def _smaller_pictures(job: Job, work: Work, sizes: Sizes, processes: int) -> Ite
         kept = tuple(sorted({min(side, each) for each in job.resolutions}))
         spelled = str(kept[0]) if len(kept) == 1 else f"[{', '.join(map(str, kept))}]"
         other = job.model_copy(update={"resolution": kept})
-        smaller = estimate.work_of(other, work.shape, [_within(width, height, side, n) for width, height, n in sizes])
+        smaller = estimate.work_of(
+            other, work.shape, [_within(width, height, side, n) for width, height, n in sizes], work.assistant
+        )
         yield _Change(
             "resolution", f"resolution: {spelled}", PICTURES, other, replace(smaller, fused=work.fused), processes
         )

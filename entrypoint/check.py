@@ -10,10 +10,13 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from bootstrap.assistant import assistant_bytes, find_assistant
+from bootstrap.doubts import doubts_of_base, doubts_of_pictures
 from bootstrap.estimate import in_gib, in_time
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
@@ -26,8 +29,7 @@ from bootstrap.room import refuse_without_room
 from bootstrap.shortage import read_failed
 from bootstrap.state import list_states
 from bootstrap.volume import Volume
-from jobs import yaml12
-from jobs.load import load_job
+from jobs.load import LoadedJob, load_job
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 
@@ -60,22 +62,27 @@ def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path
     except JobError as error:
         return _tell(error)
     job, file = loaded.job, job_path.name
-    for warning in loaded.warnings:
-        print(f"warning: {warning}")
+    _warn(loaded, file, loaded.warnings)
     job, unreadable = _prompts(job, volume)
     base, problems = _base_shape(job, volume)
     problems += unreadable
+    warn = partial(_warn, loaded, file)
+    warn(doubts_of_base(job, base) if not problems else [])
     if preview == Path():
         preview = job_path.with_suffix(".preview.jpg")
-    data, more = _data(job, volume, preview)
+    data, more = _data(job, volume, preview, warn)
     problems += more
     try:
-        code = _compare(job, named, base, data) if named else _here(job, volume, base, data)
+        assistant = _assistant(job, base, volume)
+        if named:
+            code = _compare(job, named, base, data, assistant)
+        else:
+            code = _here(job, volume, base, data, assistant)
     except JobError as error:
         problems += error.problems
         code = JOB_WRONG
     if problems:
-        return _tell(JobError(_placed(p, loaded.text, file) for p in problems))
+        return _tell(JobError(loaded.placed(p, file) for p in problems))
     return code or (_output(job) if job.output.hub and not named else DONE)
 
 
@@ -101,15 +108,6 @@ def _tell(error: JobError) -> int:
     return JOB_WRONG
 
 
-def _placed(problem: Problem, text: str, file: str) -> Problem:
-    """The problem with the line of the job file that its key stands on: found later than the file was read."""
-    if problem.file or not problem.key:
-        return problem
-    path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", problem.key))
-    place = yaml12.parse(text, file).place(path)
-    return replace(problem, file=file, line=place.line, column=place.column)
-
-
 def _prompts(job: Job, volume: Volume) -> tuple[Job, tuple[Problem, ...]]:
     """The job with the prompts of its file, or without them and the reasons."""
     try:
@@ -131,7 +129,22 @@ def _base_shape(job: Job, volume: Volume) -> tuple[FluxShape, tuple[Problem, ...
     return shape or FluxShape(), ()
 
 
-def _data(job: Job, volume: Volume, preview: Path | None) -> tuple[DataSummary, tuple[Problem, ...]]:
+def _assistant(job: Job, base: FluxShape, volume: Volume) -> int:
+    """Bytes of assistant_lora on each GPU."""
+    size = assistant_bytes(job, base, volume)
+    if size and find_assistant(job, volume) is None:
+        print(f"note: the size of {job.assistant_lora} is not known before it is fetched; {in_gib(size)} are counted.")
+    return size
+
+
+def _warn(loaded: LoadedJob, file: str, doubts: Iterable[Problem]) -> None:
+    for doubt in doubts:
+        print(f"warning: {loaded.placed(doubt, file)}")
+
+
+def _data(
+    job: Job, volume: Volume, preview: Path | None, warn: Callable[[list[Problem]], None]
+) -> tuple[DataSummary, tuple[Problem, ...]]:
     """What the data are, or nothing known and the reasons."""
     from bootstrap.dataset import scan  # what reads pictures loads slowly
     from entrypoint.data_table import render_data
@@ -146,6 +159,7 @@ def _data(job: Job, volume: Volume, preview: Path | None) -> tuple[DataSummary, 
     if not dataset.items:  # all of it is yet to be fetched
         return UNKNOWN_DATA, ()
     print(render_data(dataset))
+    warn(doubts_of_pictures(job, dataset.items))
     if preview is not None:
         try:
             print(write_preview(job, dataset, volume, preview))
@@ -154,10 +168,11 @@ def _data(job: Job, volume: Volume, preview: Path | None) -> tuple[DataSummary, 
     return dataset.summary(), ()
 
 
-def _here(job: Job, volume: Volume, base: FluxShape, data: DataSummary) -> int:
+def _here(job: Job, volume: Volume, base: FluxShape, data: DataSummary, assistant: int) -> int:
     pod = read_pod(volume.root)
     try:
-        plan = make_plan(job, pod, base, data, read_failed(volume.run(job.name).memory))
+        failed = read_failed(volume.run(job.name).memory)
+        plan = make_plan(job, pod, base, data, failed, assistant=assistant)
         refuse_without_room(plan, job, volume.run(job.name), pod.disk_free)
     except PodError as error:
         print(render_pod(pod))
@@ -259,9 +274,9 @@ def _parse_pod(part: str) -> NamedPod:
     return NamedPod(f"{count} x {model.name}" if count > 1 else model.name, pod, float(price[1]) if price else None)
 
 
-def _compare(job: Job, named: tuple[NamedPod, ...], base: FluxShape, data: DataSummary) -> int:
+def _compare(job: Job, named: tuple[NamedPod, ...], base: FluxShape, data: DataSummary, assistant: int) -> int:
     """A row for each pod; before it the whole plan where there is only one."""
-    rows = [_Row.of(job, each, base, data) for each in named]
+    rows = [_Row.of(job, each, base, data, assistant) for each in named]
     if len(rows) == 1 and rows[0].plan:
         print(render_plan(replace(rows[0].plan, warnings=()), job, rows[0].named.pod))
         print()
@@ -289,9 +304,9 @@ class _Row:
         return None if self.named.price is None or not self.plan else self.named.price * self.seconds / 3600
 
     @classmethod
-    def of(cls, job: Job, named: NamedPod, base: FluxShape, data: DataSummary) -> _Row:
+    def of(cls, job: Job, named: NamedPod, base: FluxShape, data: DataSummary, assistant: int) -> _Row:
         try:
-            plan = make_plan(job, named.pod, base, data)
+            plan = make_plan(job, named.pod, base, data, assistant=assistant)
         except (PodError, JobError) as error:
             return cls(named, None, str(error))
         found = predict(plan, job, named.pod, base, data)

@@ -8,6 +8,7 @@ progress may need.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from jobs import yaml12
 from jobs.problem import JobError
 
 Kind = Literal["models", "datasets", "caches", "states"]
+WEIGHTS = ("base", "vae", "text_encoders", "assistant_lora")  # keys of a job that name what lies in models/
 KINDS: tuple[Kind, ...] = ("models", "datasets", "caches", "states")
 DAYS = 7.0  # what was used within a week is likely to be used again
 LEFT = 1.0  # days after which what an interrupted write left is nobody's: a save or a fetch takes minutes or hours
@@ -144,7 +146,7 @@ def _wanted(volume: Volume) -> tuple[set[str], set[str], list[str]]:
             unreadable.append(path.name)
             continue
         if isinstance(value, dict):
-            wanted.update(_texts([value.get("base"), value.get("vae"), value.get("text_encoders")]))
+            wanted.update(_texts([value.get(key) for key in WEIGHTS]))
             datasets.update(_texts(value.get("datasets")))
     return wanted, datasets, unreadable
 
@@ -161,8 +163,8 @@ def _is_wanted(manifest: Manifest, bases: Iterable[str]) -> bool:
     """By its name on the hub and revision, or by a path that leads through its folder or its commit."""
     folder = manifest.repo.replace("/", "--")
     for base in bases:
-        repo, _, revision = base.partition("@")
-        if repo == manifest.repo and (revision or "main") in (*manifest.revisions, manifest.commit):
+        named = re.fullmatch(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/.*)?", base)
+        if named and named[1] == manifest.repo and (named[2] or "main") in (*manifest.revisions, manifest.commit):
             return True
         if folder in base or manifest.commit in base:
             return True

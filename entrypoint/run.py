@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bootstrap import clocks
+from bootstrap.assistant import assistant_bytes, fetch_assistant, find_assistant
 from bootstrap.bases import Base, parse_base
 from bootstrap.cache import Cache
 from bootstrap.dataset import Dataset, scan
+from bootstrap.doubts import doubts_of_base, doubts_of_pictures
 from bootstrap.download import refuse_unreadable
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.manifest import find_fetched
@@ -196,7 +198,7 @@ def _outcome_of(loaded: LoadedJob, running: Running) -> Outcome:
     try:
         return _run(loaded, running)
     except JobError as error:
-        return Outcome(JOB_WRONG, str(_in_file(error, running.job_file)), 0)
+        return Outcome(JOB_WRONG, str(_in_file(error, loaded, running.job_file)), 0)
     except PodError as error:
         return Outcome(POD_WRONG, str(error), 0)
     except AccessError as error:
@@ -235,8 +237,10 @@ def hold_unreadable(volume: Volume, job_file: Path, message: str) -> None:
     StatusFile(volume.run(job_file.stem).status).tell("held", message, code=JOB_WRONG)
 
 
-def _in_file(error: JobError, file: Path) -> JobError:
-    return JobError([p if p.file else replace(p, file=file.name) for p in error.problems])
+def _in_file(error: JobError, loaded: LoadedJob, file: Path) -> JobError:
+    return JobError(
+        [loaded.placed(p, file.name) if p.key else replace(p, file=p.file or file.name) for p in error.problems]
+    )
 
 
 def _tell(outcome: Outcome, job: Job, running: Running) -> None:
@@ -262,19 +266,19 @@ def _run(loaded: LoadedJob, running: Running) -> Outcome:
         running.say(f"warning: {warning}")
     write_atomically(folder.job, loaded.text)
     retries = RETRIES
-    while (outcome := _plan_and_train(job, running, retries)) is None:
+    while (outcome := _plan_and_train(loaded, running, retries)) is None:
         retries -= 1
     return outcome
 
 
-def _plan_and_train(job: Job, running: Running, retries: int) -> Outcome | None:
+def _plan_and_train(loaded: LoadedJob, running: Running, retries: int) -> Outcome | None:
     """None where a GPU's memory ran out and another plan is worth trying: what was measured is on record."""
-    folder = running.folder
+    job, folder = loaded.job, running.folder
     remove_leftovers(folder.states)
     remove_parts(folder.root, folder.processes, folder.samples, folder.output)
     folder.outcome.unlink(missing_ok=True)
     with running.stop.at_once():
-        prepared = prepare(job, running)
+        prepared = prepare(loaded, running)
     run = prepared.run
     if run.resume and _last_step_of(run) >= run.plan.steps and output_of(folder, job).exists():
         outcome = Outcome(DONE, f"{job.name} is done already", run.plan.steps)
@@ -314,10 +318,10 @@ class Prepared:
     pod: Pod
 
 
-def prepare(job: Job, running: Running) -> Prepared:
+def prepare(loaded: LoadedJob, running: Running) -> Prepared:
     """Weights, data, plan and ``run.json``. On a pod without a GPU a real model gets as far as the plan."""
     volume = running.volume
-    job = with_prompts(job, volume)
+    job = with_prompts(loaded.job, volume)
     facts = probe_volume(volume.root)
     pod = pod_of_this_run(facts, running)
     coming = to_be_fetched(job.base, volume)
@@ -329,22 +333,29 @@ def prepare(job: Job, running: Running) -> Prepared:
     pod = examine(job, pod, facts, volume, running.say, running.stop, download=coming is not None)
     # The data first: what is wrong with them should not come out after an hour of fetching weights.
     refuse_absent_adapter(job, volume)
+    find_assistant(job, volume)
     running.preparing("data: looking through the pictures")
     fetch_datasets(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
     dataset = scan(job, volume, running.say, remember=True)
     for note in dataset.notes:
         running.say(f"data: {note}")
     running.say(render_data(dataset))
+    for doubt in doubts_of_pictures(job, dataset.items):
+        running.say(f"warning: {loaded.placed(doubt, running.job_file.name)}")
     running.preparing(f"weights: {job.base}")
     weights = fetch_weights(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
+    for doubt in doubts_of_base(job, weights.shape):
+        running.say(f"warning: {loaded.placed(doubt, running.job_file.name)}")
+    assistant = fetch_assistant(job, volume, os.environ.get("HF_TOKEN"), running.preparing)
+    size = assistant_bytes(job, weights.shape, volume)
     failed = read_failed(running.folder.memory)
-    plan = make_plan(job, pod, weights.shape, dataset.summary(), failed)
+    plan = make_plan(job, pod, weights.shape, dataset.summary(), failed, assistant=size)
     running.say(render_plan(plan, job, pod))
     state = state_to_go_on_from(job, plan, running)
     if state is None:
         refuse_unlike_adapter(job, volume, weights.shape)
     refuse_without_room(plan, job, running.folder, pod.disk_free)
-    run = RunFile(job, plan, weights, volume.root, state.path if state else None)
+    run = RunFile(job, plan, weights, volume.root, state.path if state else None, assistant)
     run.write(dataset.items, dataset.held_out)
     return Prepared(run, dataset, pod)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ class LoadedJob:
     job: Job
     warnings: tuple[Problem, ...]
     text: str  # as it was read, to be kept with the run
+
+    def placed(self, problem: Problem, file: str) -> Problem:
+        """The problem with the line of the job file that its key stands on: found later than the file was read."""
+        if problem.file or not problem.key:
+            return problem
+        path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", problem.key))
+        place = yaml12.parse(self.text, file).place(path)
+        return replace(problem, file=file, line=place.line, column=place.column)
 
 
 def load_job(path: Path) -> LoadedJob:

@@ -22,7 +22,7 @@ from jobs.unknown import section_of
 
 FOLDER = Path(__file__).parent
 METHOD = "lora"  # of the reference; keys that have no effect with it stand there as remarks
-_OFF = ("text_encoders", "validation")  # groups that a job has only where they are written
+_OFF = ("text_encoders", "layers", "validation")  # groups that a job has only where they are written
 WIDTH = 110
 
 _HEAD = """\
@@ -86,8 +86,8 @@ def _keys(
             value = written[name] if name in written else _extra(field)["example"]
             yield f"{indent}{mark}{name}: {spelled(value)}\n"
             continue
-        inside = written.get(name, {})
-        text = "".join(_keys(inner, here, inside[0] if many else inside, off, switched_off))
+        shown = written.get(name) or [{}]
+        text = "".join(_keys(inner, here, shown[0] if many else written.get(name, {}), off, switched_off))
         empty = not re.search(r"^ *\w", text, re.MULTILINE)  # a group needs a key
         yield f"{indent}{'#' if empty else mark}{name}:\n"
         if many:
@@ -98,7 +98,7 @@ def _keys(
 def _dashed(text: str) -> str:
     """The keys of a list's only entry: further in, and the first with a dash before it."""
     inner = textwrap.indent(text, "  ")
-    return re.sub(r"^    (?=\w)", "  - ", inner, count=1, flags=re.MULTILINE)
+    return re.sub(r"^( *)  (#?)(?=\w)", r"\1\2- ", inner, count=1, flags=re.MULTILINE)
 
 
 def _remark(field: FieldInfo, indent: str) -> str:

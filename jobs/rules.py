@@ -6,9 +6,11 @@ ruin a run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jobs.learning_rates import family_of, rates_of
 from jobs.schema import Job, is_single_file
 from jobs.values import BLOCKWISE_ARGS, BLOCKWISE_OPTIMIZERS, SCHEDULE_ARGS, shown
 
@@ -58,6 +60,21 @@ def _length(written: Mapping[str, Any]) -> Iterator[Finding]:
 def _method(written: Mapping[str, Any]) -> Iterator[Finding]:
     if written.get("method") == "full" and written.get("lora") is not None:
         yield Finding(("lora",), "has no effect with method full", "Delete it, or write method: lora")
+    if written.get("method") == "full" and written.get("assistant_lora") is not None:
+        yield Finding(("assistant_lora",), "has no effect with method full", "Delete it, or write method: lora")
+    optimizer = written.get("optimizer")
+    entries = _group(written, "lora").get("layers")
+    for index, entry in enumerate(entries if isinstance(entries, (list, tuple)) else ()):
+        path = ("lora", "layers", index)
+        if isinstance(entry, Mapping) and not set(entry) - {"match"}:
+            yield Finding(path, "changes nothing", "Add rank, alpha or learning_rate, or delete the entry")
+        elif isinstance(entry, Mapping) and "learning_rate" in entry and _finds_its_rate(optimizer):
+            message = f"has no effect: {optimizer} finds one rate for all layers"
+            yield Finding((*path, "learning_rate"), message, "Delete it, or take another optimizer")
+
+
+def _finds_its_rate(optimizer: Any) -> bool:
+    return isinstance(optimizer, str) and optimizer.rpartition(".")[2].lower().startswith(("prodigy", "dadapt"))
 
 
 def _noise(written: Mapping[str, Any]) -> Iterator[Finding]:
@@ -201,39 +218,43 @@ def _datasets(written: Mapping[str, Any]) -> Iterator[Finding]:
 
 # ---------------------------------------------------------------- settings known to ruin a run
 
-# Learning rates that have been seen to work, with the usual optimizers and stochastic rounding. Below, nothing happens
-# in the steps people pay for; above, pictures fall apart. A LoRA's rate in a full run is the common mistake.
-_RATES = {"lora": (2e-5, 2e-3), "full": (5e-7, 5e-5)}
-_PRODIGY_RATES = (0.1, 2.0)
+SCHNELL_ASSISTANT = "ostris/FLUX.1-schnell-training-adapter"
 
 
 def doubts(job: Job) -> list[Finding]:
     """Warnings, each with its cure."""
-    checks = (_rate, _guidance, _strength, _levels, _pace, _weights)
+    checks = (_rate, _guidance, _schnell, _strength, _shares, _levels, _pace, _weights)
     return [finding for check in checks for finding in check(job)]
 
 
 def _rate(job: Job) -> Iterator[Finding]:
-    if "." in job.optimizer or job.base.startswith("flux-tiny"):  # another optimizer, or a toy, has its own scale
+    rates, family = rates_of(job.optimizer, job.method), family_of(job.optimizer)
+    if rates is None or job.base.startswith("flux-tiny"):  # a toy has its own scale
         return
-    prodigy = job.optimizer == "Prodigy"
-    low, high = _PRODIGY_RATES if prodigy else _RATES[job.method]
-    usual = "1" if prodigy else {"lora": "1e-4", "full": "1e-5"}[job.method]
-    if low <= job.learning_rate <= high:
-        return
-    effect = "too small to learn in time" if job.learning_rate < low else "so large that the model falls apart"
-    what = "Prodigy" if prodigy else f"method {job.method}"
-    yield Finding(
-        ("learning_rate",), f"{job.learning_rate:g} is for {what} {effect}", f"Write {usual} and go from there"
-    )
+    written: dict[Path, float] = {("learning_rate",): job.learning_rate}
+    for index, entry in enumerate(job.lora.layers if job.lora else ()):
+        if entry.learning_rate is not None:
+            written["lora", "layers", index, "learning_rate"] = entry.learning_rate
+    what = {"Adam": f"method {job.method}", "Prodigy": "Prodigy"}.get(f"{family}", f"method {job.method} with {family}")
+    for path, rate in written.items():
+        if not rates.least <= rate <= rates.most:
+            effect = "too small to learn in time" if rate < rates.least else "so large that the model falls apart"
+            yield Finding(path, f"{rate:g} is for {what} {effect}", f"Write {rates.usual:g} and go from there")
+
+
+def _names_schnell(text: str | None) -> bool:
+    return text is not None and "schnell" in text.lower() and not text.startswith("flux-tiny")
 
 
 def _guidance(job: Job) -> Iterator[Finding]:
-    if job.guidance != 1:
+    schnell = "schnell" in job.base.lower()
+    if job.guidance != 1 and schnell:
+        yield Finding(("guidance",), "has no effect: FLUX.1-schnell is told none", "Delete the line")
+    elif job.guidance != 1:
         remedy = "Write 1, or delete the line; the guidance of drawing is sample.guidance"
         yield Finding(("guidance",), f"{job.guidance:g} in training washes the model out", remedy)
     low = min((drawing.guidance for drawing in job.sample.drawings), default=3.5)
-    if low <= 1 and "schnell" not in job.base.lower():
+    if low <= 1 and not schnell:
         message = f"{low:g} draws washed-out pictures with FLUX.1-dev"
         yield Finding(("sample", "guidance"), message, "Write 3.5, as people will use it")
     if job.t5_mask:
@@ -241,13 +262,47 @@ def _guidance(job: Job) -> Iterator[Finding]:
         yield Finding(("t5_mask",), message, "Write false, or delete the line, unless your other tools mask too")
 
 
+def _schnell(job: Job) -> Iterator[Finding]:
+    """FLUX.1-schnell draws in four steps what others draw in twenty: it was distilled, which training undoes."""
+    if not _names_schnell(job.base):
+        if _names_schnell(job.assistant_lora) and "flux.1-dev" in job.base.lower():
+            message = "undoes the distillation of FLUX.1-schnell, which this base has not"
+            yield Finding(("assistant_lora",), message, "Delete the line")
+        return
+    if job.assistant_lora is None:
+        message = "schnell is distilled: trained as it is, it unlearns within some hundred steps to draw in four"
+        way = "Train on FLUX.1-dev" if job.method == "full" else f"Add assistant_lora: {SCHNELL_ASSISTANT}"
+        yield Finding(("base",), message, way)
+    most = max((drawing.steps for drawing in job.sample.drawings), default=0)
+    if most > 8:
+        message = f"{most} steps show what schnell can do, not what people will see: they draw in 4"
+        yield Finding(("sample", "steps"), message, "Write 4")
+
+
 def _strength(job: Job) -> Iterator[Finding]:
-    if job.lora is not None and job.lora.alpha == 0:
-        message = "0 multiplies the adapter by 0: nothing is learned"
-        yield Finding(("lora", "alpha"), message, f"Write {job.lora.rank}, the rank, or delete the line")
-    elif job.lora is not None and not 1 / 32 <= job.lora.alpha / job.lora.rank <= 8:
-        message = f"alpha / rank is {job.lora.alpha / job.lora.rank:g}, by which the adapter is multiplied"
-        yield Finding(("lora", "alpha"), message, f"Write {job.lora.rank}, the rank, or delete the line")
+    lora = job.lora
+    if lora is None:
+        return
+    strengths: dict[Path, tuple[float, int]] = {("lora", "alpha"): (lora.alpha, lora.rank)}
+    for index, entry in enumerate(lora.layers):
+        if entry.alpha is not None:
+            strengths["lora", "layers", index, "alpha"] = entry.alpha, entry.rank or lora.rank
+    root = "sqrt(rank)" if lora.rslora else "rank"
+    for path, (alpha, rank) in strengths.items():
+        strength = alpha / (math.sqrt(rank) if lora.rslora else rank)
+        if alpha == 0:
+            yield Finding(path, "0 multiplies the adapter by 0: nothing is learned", f"Write {rank}, the rank")
+        elif not 1 / 32 <= strength <= 8:
+            remedy = (
+                f"Write {rank}, the rank, or delete the line" if not lora.rslora else f"Write {math.sqrt(rank):.0f}"
+            )
+            yield Finding(path, f"alpha / {root} is {strength:g}, by which the adapter is multiplied", remedy)
+    if lora.dropout > 0.3:
+        message = f"{lora.dropout:g} leaves out so much that little is learned in the steps people pay for"
+        yield Finding(("lora", "dropout"), message, "Write 0.05 or 0.1, or delete the line")
+
+
+def _shares(job: Job) -> Iterator[Finding]:
     if job.weight_decay > 0.2:
         yield Finding(("weight_decay",), f"{job.weight_decay:g} forgets what the model knows", "Write 0.01")
     if job.caption_dropout > 0.5:

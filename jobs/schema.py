@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jobs.learning_rates import rates_of
 from jobs.prompts import Drawing, Prompt, parse_prompt
 from jobs.values import (
     CROP_POINTS,
@@ -92,6 +93,28 @@ class TextEncoders(Section):
     )
 
 
+class LoraLayers(Section):
+    """Some of an adapter's layers, and what is different there."""
+
+    match: Targets = key(doc="Which layers, as in lora.targets.", example=["transformer_blocks.*.attn.*"])
+    rank: Count | None = key(None, doc="Their rank.", left_out="that of the adapter", example=32, ge=1, le=1024)
+    alpha: Number | None = key(
+        None,
+        doc="Their alpha.",
+        left_out="the alpha that has the adapter's strength (alpha / rank) with this rank",
+        example=32.0,
+        ge=0,
+        le=4096,
+    )
+    learning_rate: Number | None = key(
+        None,
+        doc="Their learning rate, with the run's schedule. May be changed on resume.",
+        left_out="that of the run",
+        example=5e-5,
+        gt=0,
+    )
+
+
 class Lora(Section):
     """The adapter that method lora trains."""
 
@@ -118,14 +141,37 @@ class Lora(Section):
         why="These hold most of the weights; the modulation makes training touchy.",
         example=["transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_out"],
     )
-
+    layers: tuple[LoraLayers, ...] = key(
+        (),
+        doc="Layers whose rank, alpha or learning rate is another. Where several entries mean a layer, the last one "
+        "that says something of a key counts.",
+        left_out="all layers alike",
+    )
+    dora: Switch = key(
+        False,
+        doc="DoRA: the length of each row of a weight is trained by itself, and the adapter turns it. Takes more "
+        "memory and time.",
+        why="It learns a little more at the same rank, and tools differ in how they read its files: draw with yours "
+        "before a long run.",
+    )
+    rslora: Switch = key(
+        False,
+        doc="Rank-stabilised: the adapter is multiplied by alpha / sqrt(rank) in place of alpha / rank.",
+        why="Made for ranks of 64 and more with a small alpha; with alpha = rank it makes a strong adapter.",
+    )
+    dropout: Number = key(
+        0.0,
+        doc="Share of the adapter's inner values that are left out, others for each image, from 0 to below 1.",
+        why="Fewer steps, or a lower rank, keep an adapter from learning by heart at no cost. 0.1 is much.",
+        ge=0,
+        lt=1,
+    )
     layout: LoraLayout = key(
         "kohya",
         doc="How the file names its weights: kohya (also ComfyUI, Forge) or diffusers (also PEFT). `fluxpod export` "
         "writes the other one.",
         why="Most tools load it; diffusers too, but for layers outside of the blocks and for DoRA.",
     )
-
     start: FilePath | None = key(
         None,
         doc="An adapter to start from: a finished LoRA of this rank and these targets, of any trainer, in any layout.",
@@ -567,6 +613,14 @@ class Job(Section):
     lora: Lora | None = key(
         None, doc="The adapter; only with method lora.", left_out="with method lora, an adapter of the defaults below"
     )
+    assistant_lora: FilePath | None = key(
+        None,
+        doc="A LoRA that is on while training, and off in samples and in what is saved: a training adapter, without "
+        "which FLUX.1-schnell unlearns to draw in four steps. A file on the volume, or one of the hub as owner/name or "
+        "hf://owner/name/FILE. Only with method lora.",
+        example="ostris/FLUX.1-schnell-training-adapter",
+        left_out="none",
+    )
     datasets: tuple[DatasetEntry, ...] = key(doc="The folders of pictures to learn from.", min_length=1)
     steps: Count | None = key(
         None,
@@ -617,7 +671,7 @@ class Job(Section):
         ByMethod(full=1e-5, lora=1e-4),
         doc="Size of the updates, after warm-up. May be changed on resume.",
         why="With stochastic rounding small rates arrive; the field's 2e-5 for full was found with plain bf16. "
-        "Prodigy finds its own and starts from 1.",
+        "Lion takes a fifth of it, Adafactor 100 (lora) or 50 times (full), Prodigy 1.",
         gt=0,
     )
     schedule: Schedule = key(
@@ -824,8 +878,8 @@ def complete(written: Mapping[str, Any]) -> dict[str, Any]:
     """
     method = "lora" if written.get("method") == "lora" else "full"
     filled: dict[str, Any] = by_method(Job, method)
-    if written.get("optimizer") == "Prodigy":
-        filled["learning_rate"] = 1.0
+    if rates := rates_of(written.get("optimizer"), method):
+        filled["learning_rate"] = rates.usual
     plan = written.get("plan")
     if isinstance(plan, Mapping) and plan.get("optimizer_in_backward") is True:
         filled["max_grad_norm"] = None

@@ -22,6 +22,11 @@ _OTHER_NAMES = {
     "lora.rank": "network_dim network_rank dim r linear lora_rank",
     "lora.alpha": "network_alpha linear_alpha lora_alpha",
     "lora.targets": "target_modules lora_layers only_if_contains",
+    "lora.dora": "use_dora dora_wd",
+    "lora.rslora": "use_rslora rs_lora",
+    "lora.dropout": "network_dropout lora_dropout",
+    "lora.start": "network_weights pretrained_lora_path init_lora resume_from_lora",
+    "assistant_lora": "assistant_lora_path training_adapter assistant",
     "datasets": "dataset data directory concepts",
     "datasets[].path": "train_data_dir image_dir folder_path folder dataset_path instance_data_dir directory_path dir",
     "datasets[].repeats": "num_repeats repeat",
@@ -118,6 +123,7 @@ def remedy(group: str, name: str) -> tuple[str, str]:
     if near:
         return f"Did you mean {near[0]}?", near[0]
     homes = [prefix for prefix, keys in _KEYS.items() if plain in keys]
+    homes = [home for home in homes if not any(home.startswith(f"{outer}.") for outer in homes)]
     if homes:
         return f"{plain} belongs {' or '.join(_under(home) for home in homes)}", ""
     if plain in _KNOWN_ELSEWHERE:

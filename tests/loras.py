@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from bootstrap.estimate import linear_layers
 from bootstrap.flux_shape import FluxShape
 from bootstrap.layout import placements
-from bootstrap.lora_file import Adapter, LowRank
+from bootstrap.lora_file import Adapter, LowRank, tensors_of
 from bootstrap.lora_targets import target_layers
 
 SMALL = FluxShape(
@@ -58,6 +61,22 @@ def make_adapter(
         )
         for name in target_layers(list(sizes), targets)
     }
+
+
+def write_lora(path: Path, shape: FluxShape = SMALL, dora: bool = False) -> Path:
+    """A file in kohya's layout of an adapter, of rank 3, on every linear layer, strong enough to be seen."""
+    save_file(tensors_of(make_adapter(shape, rank=lambda _: 3, scale=lambda _: 0.01, dora=dora), "kohya"), path)
+    return path
+
+
+def seem_trained(model: nn.Module, size: float) -> dict[str, torch.Tensor]:
+    """The trained tensors of a model's adapter, with random numbers in both matrices; lengths stay."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for name, tensor in tensors.items():
+        if "magnitude" not in name:
+            tensor.copy_(size * torch.randn(tensor.shape, generator=generator))
+    return tensors
 
 
 def bfl_products(adapter: Mapping[str, LowRank], shape: FluxShape) -> dict[str, torch.Tensor]:

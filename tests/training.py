@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from bootstrap.assistant import assistant_bytes, find_assistant
 from bootstrap.cache import Cache
 from bootstrap.dataset import scan
 from bootstrap.outcome import Outcome
@@ -133,8 +134,9 @@ def prepared(volume: Volume, resume: State | None = None, **keys: Any) -> RunFil
     job = Job.model_validate(JOB | keys)
     weights = fetch_weights(job, volume, None, lambda line: None)
     dataset = scan(job, volume)
-    plan = replace(make_plan(job, POD, weights.shape, dataset.summary()), threads=1)
-    run = RunFile(job, plan, weights, volume.root, resume.path if resume else None)
+    assistant = assistant_bytes(job, weights.shape, volume)
+    plan = replace(make_plan(job, POD, weights.shape, dataset.summary(), assistant), threads=1)
+    run = RunFile(job, plan, weights, volume.root, resume.path if resume else None, find_assistant(job, volume))
     assert not run.folder.root.exists(), f"there is a run called {job.name} already"
     run.write(dataset.items, dataset.held_out)
     cache = Cache(run.cache)

@@ -15,11 +15,16 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from bootstrap.draws import Use, draw
+from bootstrap.estimate import linear_layers
+from bootstrap.flux_shape import FluxShape
 from bootstrap.lora_targets import AdapterLayer, adapters_of, lora_problems
 from jobs.problem import JobError
-from jobs.schema import Lora
+from jobs.schema import Job, Lora
+from trainer.dora import add_lengths
+from trainer.dropout import Dropout, new_keys
 from trainer.randomness import name_key
 
+ADAPTER = "default"
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.default\.weight")
 
 
@@ -31,13 +36,30 @@ def layers_of(model: FluxTransformer2DModel, lora: Lora) -> dict[str, AdapterLay
     return adapters_of(linear, lora)
 
 
-def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int) -> None:
-    """Freezes the model and gives it an adapter in float32 that changes nothing yet.
+def paces(job: Job, shape: FluxShape) -> dict[str, float]:
+    """The learning rates of adapted layers as multiples of the run's, where the job gives them one of their own."""
+    layers = adapters_of(linear_layers(shape), job.lora) if job.lora else {}
+    return {name: layer.learning_rate / job.learning_rate for name, layer in layers.items() if layer.learning_rate}
+
+
+def add_adapter(model: FluxTransformer2DModel, lora: Lora, seed: int, images: int = 1) -> None:
+    """Freezes the model, which has its weights, and gives it an adapter in float32 that changes nothing yet.
 
     The start depends on the seed and each layer's name alone: uniform within 1/sqrt(inputs), as LoRA's authors do.
+    ``images``: the most that a pass has.
     """
     model.requires_grad_(False)
-    attach(model, "default", layers_of(model, lora))
+    layers = layers_of(model, lora)
+    attach(model, ADAPTER, layers)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    assert modules.keys() == layers.keys()
+    if lora.dora:
+        for module in modules.values():
+            add_lengths(module, ADAPTER)
+    if lora.dropout:
+        keys = new_keys(model, images, model.x_embedder.bias.device)
+        for name, module in modules.items():
+            module.lora_A[ADAPTER] = DroppingHalf(module.lora_A[ADAPTER].weight, Dropout(lora.dropout, keys, name))
     for name, parameter in model.named_parameters():
         if match := _WEIGHT.fullmatch(name):
             if match["half"] == "A":
@@ -70,16 +92,29 @@ def attach(
 class Half(nn.Linear):
     """One of an adapter's two matrices: kept in float32, multiplied in the type of its input."""
 
+    def __init__(self, weight: torch.Tensor):
+        nn.Module.__init__(self)  # nn.Linear's own would make another weight
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight.data)
+        self.register_parameter("bias", None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class DroppingHalf(Half):
+    """The first of the two where values between them are left out."""
+
+    def __init__(self, weight: torch.Tensor, dropout: Dropout):
+        super().__init__(weight)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(super().forward(x))
 
 
 def multiply_in_type_of_input(module: LoraLayer, adapter: str, dtype: torch.dtype) -> None:
     """Left alone, peft turns the whole input of every adapted layer into float32 for its small matrices' sake."""
     module.cast_input_dtype_enabled = False
     for halves in (module.lora_A, module.lora_B):
-        old = halves[adapter]
-        with torch.device("meta"):
-            half = Half(old.in_features, old.out_features, bias=False)
-        half.weight = nn.Parameter(old.weight.data.to(dtype))
-        halves[adapter] = half
+        halves[adapter] = Half(halves[adapter].weight.data.to(dtype))

@@ -95,7 +95,7 @@ class Blockwise(Optimizer):
             keys=hash_keys(self.seed, self.step_index, tensor.name),
             adam=self.kernel == "adam",
             step=self.step_index + 1,
-            learning_rate=self.learning_rate,
+            learning_rate=self.learning_rate * tensor.pace,
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
@@ -105,10 +105,12 @@ class Blockwise(Optimizer):
         if not self.admit(gradient):
             return
         stepped = tensor.weight.float()  # a copy where bf16, the weight itself where float32
-        self._run_kernel(gradient, stepped, self.states[tensor.name])
+        self._run_kernel(gradient, stepped, self.states[tensor.name], self.learning_rate * tensor.pace)
         self.put_back(tensor, stepped)
 
-    def _run_kernel(self, gradient: torch.Tensor, stepped: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+    def _run_kernel(
+        self, gradient: torch.Tensor, stepped: torch.Tensor, states: dict[str, torch.Tensor], learning_rate: float
+    ) -> None:
         one, two = states["state1"], states.get("state2")
         beta1, beta2 = self.betas
         step = self.step_index + 1  # Adam's bias correction counts from 1
@@ -116,12 +118,12 @@ class Blockwise(Optimizer):
             scales = [states[f"{name}.absmax"].view(-1) for name in self.names]
             two_map, two_scales = (self.maps[1], scales[1]) if two is not None else (None, None)
             kernels.optimizer_update_8bit_blockwise(
-                self.kernel, gradient, stepped, one, two, beta1, beta2, 0.0, 0.0, self.eps, step, self.learning_rate,
+                self.kernel, gradient, stepped, one, two, beta1, beta2, 0.0, 0.0, self.eps, step, learning_rate,
                 self.maps[0], two_map, scales[0], two_scales, self.weight_decay,
             )  # fmt: skip
         else:
             kernels.optimizer_update_32bit(
-                self.kernel, gradient, stepped, one, beta1, self.eps, step, self.learning_rate, two, beta2,
+                self.kernel, gradient, stepped, one, beta1, self.eps, step, learning_rate, two, beta2,
                 weight_decay=self.weight_decay,
             )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ class Batch:
     mask: torch.Tensor  # [batch, image tokens, 4]: what each place of the latent counts in the loss
     image_ids: torch.Tensor  # [image tokens, 3]
     weights: torch.Tensor  # [batch]
+    # [batch, 2]: what an adapter's dropout is drawn by (trainer/dropout.py); empty where nothing is dropped.
+    dropout_keys: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))
 
     def to(self, device: torch.device) -> Batch:
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
@@ -179,6 +181,7 @@ class TrainingData:
             "pooled": text["pooled"],
             "text_mask": text["mask"],
             "mask": self._mask(item, crop),
+            "dropout_keys": torch.from_numpy(chance(Use.ADAPTER_DROPOUT).integers(2**32, size=2)),
         }
 
     def _mask(self, item: Item, crop: Crop) -> torch.Tensor:

@@ -25,7 +25,9 @@ from bootstrap.precision import Precision, quantised_tensors
 from bootstrap.tensor_files import Rows, load_rows, read_header
 from jobs.schema import Job
 from trainer.adapter import add_adapter
+from trainer.assistant import add_assistant
 from trainer.data import Batch
+from trainer.dropout import tell_images
 from trainer.peer_copies import use_copy_engines
 from trainer.quantised import QuantisedLinear
 from trainer.streamed import StreamedBlock, StreamedWeights
@@ -36,9 +38,14 @@ Layout = Literal["bfl", "diffusers"]
 
 
 def build_model(
-    job: Job, plan: Plan, shape: FluxShape, world: World, fill_weights: Callable[[FluxTransformer2DModel], None]
+    job: Job,
+    plan: Plan,
+    shape: FluxShape,
+    world: World,
+    fill_weights: Callable[[FluxTransformer2DModel], None],
+    assistant: Path | None = None,
 ) -> FluxTransformer2DModel:
-    """The transformer on this process's device, in bf16, with what the plan asks for.
+    """The transformer on this process's device, in bf16, with what the plan asks for; ``assistant`` is a LoRA file.
 
     Cut before it is filled, so that no process ever holds more than its rows; an adapter comes after its frozen base.
     """
@@ -50,7 +57,9 @@ def build_model(
     give_memory(model, world.device)
     fill_weights(model)
     if job.lora is not None:
-        add_adapter(model, job.lora, job.seed)
+        add_adapter(model, job.lora, job.seed, plan.images_per_pass)
+        if assistant is not None:
+            add_assistant(model, assistant, shape)
         prepare(model, plan, world)
     return model
 
@@ -237,6 +246,7 @@ def rows_in_bfl(name: str, first: int, count: int, shape: FluxShape) -> list[tup
 
 def predict(model: FluxTransformer2DModel, batch: Batch, guidance: float, use_text_mask: bool) -> torch.Tensor:
     """The model's velocity for a batch: [batch, image tokens, 64]."""
+    tell_images(model, batch.dropout_keys)
     told = torch.full_like(batch.sigma, guidance) if model.config.guidance_embeds else None
     attention = None
     if use_text_mask:

@@ -56,14 +56,16 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fluxpod::quantised_linear", mutates_args=())
-def quantised_linear(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def quantised_linear(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """x [..., columns] times the weight, plus the bias: [..., rows]."""
     rows = F.linear(x.reshape(-1, x.shape[-1]), dequantise(codes, scales), bias)
     return rows.view(*x.shape[:-1], codes.shape[0])
 
 
 @quantised_linear.register_fake
-def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
@@ -125,3 +127,10 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return quantised_linear(x, self.codes, self.scales, self.bias)
+
+
+def without_bias(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """x [..., columns] times a base layer's weight, whatever format that lies in: [..., rows]."""
+    if isinstance(layer, QuantisedLinear):
+        return quantised_linear(x, layer.codes, layer.scales, None)
+    return F.linear(x, layer.weight)

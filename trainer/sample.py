@@ -28,6 +28,7 @@ from bootstrap.volume import write_json
 from bootstrap.wanted import text_key
 from jobs.prompts import Drawing
 from trainer.alarm import Fault, alarm_text, fault_of
+from trainer.assistant import without_assistant
 from trainer.out_of_memory import is_out_of_memory
 from trainer.pipeline import Pipeline
 from trainer.prompts import Prompts
@@ -75,7 +76,7 @@ class Sampler:
             return
         guidance = "no" if not self.run.weights.shape.guidance else f"{missing[0][1].guidance:g}"
         log.info("drawing %d samples of step %d, with guidance %s", len(missing), step, guidance)
-        with evaluating(self.model):
+        with evaluating(self.model), without_assistant(self.model):
             every = self._draw(step, missing)
         if not self.world.leads:
             return

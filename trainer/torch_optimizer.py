@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,9 +20,9 @@ Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class TorchOptimizer(Optimizer):
     """Torch optimizers over float32 stand-ins, which are filled with weight and gradient for the while of a step.
 
-    ``together``: one optimizer over all tensors, stepped after backward, for those that must see the whole model
-    (Prodigy's one rate) and where weights are float32 anyway (LoRA). Otherwise every tensor has an optimizer of its
-    own.
+    ``together``: one optimizer over all tensors of one pace, stepped after backward, for those that must see the whole
+    model (Prodigy's one rate) and where weights are float32 anyway (LoRA). Otherwise every tensor has an optimizer of
+    its own.
 
     Sharded, an ``elementwise`` optimizer works on rows as on wholes. For any other (Adafactor's row and column sums, a
     user's own) each tensor has one owning process, to which weight and gradient are gathered, which alone keeps the
@@ -38,7 +39,7 @@ class TorchOptimizer(Optimizer):
         self.owners = {t.name: i % world.size for i, t in enumerate(self.tensors) if t.sharded and not elementwise}
         mine = [t for t in self.tensors if self.owners.get(t.name, world.rank) == world.rank]
         self.stand_ins = {t.name: nn.Parameter(torch.empty(0, device=t.weight.device)) for t in mine}
-        groups = [mine] if together else [[tensor] for tensor in mine]
+        groups = _by_pace(mine) if together else [[tensor] for tensor in mine]
         self.parts = [(make([self.stand_ins[t.name] for t in group]), group) for group in groups]
         self.together = together
         self._by_name = {t.name: optimizer for optimizer, group in self.parts for t in group}
@@ -52,13 +53,14 @@ class TorchOptimizer(Optimizer):
         weight, gradient = tensor.weight.float(), gradient.float()
         if tensor.name not in self.owners:
             if gradient.numel():
-                self._step(self._by_name[tensor.name], {tensor.name: (weight, gradient)}, self.admit(gradient))
+                go = self.admit(gradient)
+                self._step(self._by_name[tensor.name], {tensor.name: (weight, gradient)}, go, tensor.pace)
             self.put_back(tensor, weight)
             return
         whole, whole_gradient = self._gather(tensor, weight), self._gather(tensor, gradient)
         if whole is not None and whole_gradient is not None:
             go = self.admit(whole_gradient)
-            self._step(self._by_name[tensor.name], {tensor.name: (whole, whole_gradient)}, go)
+            self._step(self._by_name[tensor.name], {tensor.name: (whole, whole_gradient)}, go, tensor.pace)
         self.put_back(tensor, self._scatter(tensor, whole, weight))
 
     @torch.no_grad()
@@ -66,15 +68,17 @@ class TorchOptimizer(Optimizer):
         if not self.together:
             super().finish_step()
             return
-        optimizer, tensors = self.parts[0]
         filled = {}
-        for tensor in tensors:
+        for tensor in self.tensors:
             gradient = tensor.take_gradient()
             if gradient is not None:
                 filled[tensor.name] = (tensor.weight.float(), gradient.float())
+        # All or none: what sees the whole model is spoiled by any part.
         go = self.admit_all([gradient for _, gradient in filled.values()])
-        self._step(optimizer, filled, go)  # all or none: what sees the whole model is spoiled by any part
-        for tensor in tensors:
+        for optimizer, tensors in self.parts:
+            group = {tensor.name: filled[tensor.name] for tensor in tensors if tensor.name in filled}
+            self._step(optimizer, group, go, tensors[0].pace)
+        for tensor in self.tensors:
             if tensor.name in filled:
                 self.put_back(tensor, filled[tensor.name][0])
 
@@ -83,6 +87,7 @@ class TorchOptimizer(Optimizer):
         optimizer: torch.optim.Optimizer,
         filled: dict[str, tuple[torch.Tensor, torch.Tensor]],
         go: torch.Tensor,
+        pace: float,
     ) -> None:
         """Steps where ``go`` is 1. Torch's fused kernels look at it on the device; for any other the host waits."""
         if optimizer.defaults.get("fused"):
@@ -92,7 +97,7 @@ class TorchOptimizer(Optimizer):
         for name, (weight, gradient) in filled.items():
             self.stand_ins[name].data, self.stand_ins[name].grad = weight, gradient
         for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = self.learning_rate * pace
         optimizer.step()
         for name in filled:
             stand_in = self.stand_ins[name]
@@ -178,6 +183,13 @@ class TorchOptimizer(Optimizer):
                 state[key] = saved.read(name, first, first + tensor.weight.shape[0] if rows else None)
         state |= {name.rpartition(".")[2]: v for name, v in values.items() if name.rpartition(".")[0] == tensor.name}
         return state
+
+
+def _by_pace(tensors: Iterable[Trained]) -> list[list[Trained]]:
+    groups: dict[float, list[Trained]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.pace].append(tensor)
+    return list(groups.values())
 
 
 def _changed(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

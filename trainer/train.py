@@ -30,6 +30,7 @@ from bootstrap.state import State, StateError, Validated, best_of, list_states, 
 from bootstrap.tensor_files import TensorFileError
 from bootstrap.volume import Volume
 from jobs.problem import JobError
+from trainer.adapter import paces
 from trainer.adapter_files import load_adapter, resume_adapter
 from trainer.checkpoint import Saver, load_optimizer, publish_output
 from trainer.data import Latents, StepData, TrainingData
@@ -122,7 +123,9 @@ class Training:
         else:
             places = sources(weights.shape, weights.transformer, weights.layout, weights.prefix)
         attention = choose_attention(run, world, run.read_items())  # before the model takes the memory
-        model = build_model(job, plan, weights.shape, world, lambda model: fill(model, places, world))
+        model = build_model(
+            job, plan, weights.shape, world, lambda model: fill(model, places, world), assistant=run.assistant
+        )
         attention.switch_on(model)
         return cls.assemble(run, world, model, state)
 
@@ -132,7 +135,7 @@ class Training:
         job, plan = run.job, run.plan
         data = TrainingData(run, run.read_items(), latents_of(run.weights.vae), world.rank)
         model.train()
-        tensors = trained_tensors(model, world.rank, world.size)
+        tensors = trained_tensors(model, world.rank, world.size, paces(job, run.weights.shape))
         optimizer = make_optimizer(tensors, job, plan, world)
         if job.lora and state:
             resume_adapter(state, tensors, job.lora)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ class Trained:
     shape: tuple[int, ...]  # of the logical tensor
     first_row: int  # of the rows held here
     sharded: bool
+    pace: float = 1.0  # its learning rate, as a multiple of the step's
 
     @property
     def weight(self) -> torch.Tensor:
@@ -59,14 +60,17 @@ def held_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
     return first, min(chunk, rows - first)
 
 
-def trained_tensors(model: nn.Module, rank: int, size: int) -> list[Trained]:
-    """Every parameter that wants a gradient, in the model's order."""
+def trained_tensors(model: nn.Module, rank: int, size: int, paces: Mapping[str, float] | None = None) -> list[Trained]:
+    """Every parameter that wants a gradient, in the model's order; ``paces`` are those of adapters, by their layer's
+    name, where they differ from 1."""
     found = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             sharded = isinstance(parameter, DTensor)
             first, count = held_rows(parameter.shape[0], rank, size) if sharded else (0, parameter.shape[0])
-            tensor = Trained(plain_name(name), parameter, tuple(parameter.shape), first, sharded)
+            plain = plain_name(name)
+            pace = (paces or {}).get(plain.partition(".lora_")[0], 1.0)
+            tensor = Trained(plain, parameter, tuple(parameter.shape), first, sharded, pace)
             assert tensor.weight.shape[0] == count, (name, tensor.weight.shape, first, count)
             found.append(tensor)
     return found

@@ -271,6 +271,9 @@ TABLE: Table = (
     ("train.optimizer train.max_grad_norm", _optimizer),
     ("train.timestep_type train.linear_timesteps train.linear_timesteps2", _noise),
     ("model.attn_masking", _mask),
+    ("network.dropout", shared.dropout),
+    ("network.pretrained_lora_path", shared.start),
+    ("model.assistant_lora_path", shared.assistant),
     ("save.save_every save.max_step_saves_to_keep", _save),
     (
         "sample.samples sample.prompts sample.sample_every sample.width sample.height sample.sample_steps "
@@ -341,17 +344,13 @@ TABLE: Table = (
         missing("Text encoders are not trained: they are encoded once. Teach a word by trigger and captions"),
     ),
     (
-        "network.dropout network.network_kwargs.rank_dropout network.network_kwargs.module_dropout",
-        missing("Adapters have no dropout here; a lower rank keeps them from learning by heart"),
+        "network.network_kwargs.rank_dropout network.network_kwargs.module_dropout",
+        missing(
+            "An adapter's single values are dropped, by lora.dropout; a lower rank keeps from learning by heart too"
+        ),
     ),
-    (
-        "network.pretrained_lora_path model.lora_path",
-        missing("lora.start takes adapters of fluxpod only: merge this one into the base first"),
-    ),
-    (
-        "model.assistant_lora_path model.inference_lora_path",
-        missing("Distilled models are trained without an assistant here: FLUX.1-dev is the better base for it"),
-    ),
+    ("model.lora_path", missing("Merge this LoRA into the base first, and name that file as base")),
+    ("model.inference_lora_path", missing("Samples are drawn with the trained adapter alone")),
     ("sample.neg", missing("FLUX draws without a negative prompt")),
     ("sample.network_multiplier", missing("Samples are drawn with the adapter as it is", 1)),
     ("sample.guidance_rescale sample.do_cfg_norm sample.extra_values", missing("Samples are drawn as FLUX does")),

@@ -139,7 +139,7 @@ def _method(draft: Draft, names: Sequence[str]) -> None:
     alpha = draft.number("network_alpha", 1)
     said = "" if "network_alpha" in draft.given else "the source's default"
     draft.write("lora.alpha", alpha, "network_alpha", remark=said)
-    _targets(draft, rank)
+    _targets(draft, rank, alpha)
 
 
 # Parts of a block by sd-scripts' option for their rank, with the diffusers names of their layers.
@@ -155,8 +155,8 @@ _PARTS = {
 }
 
 
-def _targets(draft: Draft, rank: int) -> None:
-    """Which layers: blocks by number and kind, parts of blocks by a rank of 0."""
+def _targets(draft: Draft, rank: int, alpha: float) -> None:
+    """Which layers: blocks by number and kind, parts of blocks by a rank of 0; and parts of another rank."""
     args = {name.partition(".")[2]: name for name in draft.below("network_args")}
     blocks = draft.text(args.get("train_blocks", "")) or "all"
     double = _numbers(draft.value(args.get("train_double_block_indices", ""), "all"), 19)
@@ -169,10 +169,8 @@ def _targets(draft: Draft, rank: int) -> None:
         if name in args
     ]
     for part in [part for part in _PARTS if part in args]:
-        if ranks[part] in (0, rank):
-            used.append(args[part])
-        else:
-            draft.not_supported([args[part]], f"All layers of an adapter have one rank here: {rank}")
+        used.append(args[part])
+    others = {part: ranks[part] for part in _PARTS if part in args and ranks[part] not in (0, rank)}
     patterns = _patterns(double, single, [part for part, size in ranks.items() if size > 0])
     if not patterns:
         draft.notes.append("The source trains no block at all; the targets here are the default ones.")
@@ -180,6 +178,9 @@ def _targets(draft: Draft, rank: int) -> None:
         return
     whole = patterns == list(shared.ALL_BLOCKS)
     draft.write("lora.targets", patterns, *used, remark=shared.BLOCKS_REMARK if whole else "")
+    if others:
+        layers = [{"match": list(_PARTS[part]), "rank": size, "alpha": alpha} for part, size in others.items()]
+        draft.write("lora.layers", layers, *(args[part] for part in others))
     missing("The embedders are trained only with targets all-linear")(draft, ["network_args.in_dims"])
 
 
@@ -475,6 +476,8 @@ TABLE: Table = (
     ("model_prediction_type", _prediction),
     ("guidance_scale", _guidance),
     ("apply_t5_attn_mask", _mask),
+    ("network_dropout", shared.dropout),
+    ("network_weights", shared.start),
     ("t5xxl_max_token_length", _tokens),
     ("bucket_no_upscale", _upscale),
     ("bucket_reso_steps", _bucket_step),
@@ -543,13 +546,12 @@ TABLE: Table = (
         missing("Text encoders are not trained: they are encoded once. Teach a word by trigger and captions"),
     ),
     (
-        "network_dropout network_args.rank_dropout network_args.module_dropout scale_weight_norms",
-        missing("Adapters have no dropout and no norm here; a lower rank keeps them from learning by heart"),
+        "network_args.rank_dropout network_args.module_dropout scale_weight_norms",
+        missing(
+            "An adapter's single values are dropped, by lora.dropout; a lower rank keeps from learning by heart too"
+        ),
     ),
-    (
-        "network_weights dim_from_weights",
-        missing("lora.start takes adapters of fluxpod only: merge this one into the base first"),
-    ),
+    ("dim_from_weights", missing("Write the rank of the file as lora.rank")),
     (
         "base_weights base_weights_multiplier",
         missing("Merge the adapter into the base first, and name that file as base"),
@@ -558,9 +560,12 @@ TABLE: Table = (
         "loraplus_lr_ratio loraplus_unet_lr_ratio loraplus_text_encoder_lr_ratio network_args.loraplus_lr_ratio "
         "network_args.loraplus_unet_lr_ratio network_args.loraplus_text_encoder_lr_ratio "
         "network_args.network_reg_lrs",
-        missing("One learning rate holds for the whole adapter"),
+        missing("Both matrices of a layer have one learning rate; layers may have their own, in lora.layers"),
     ),
-    ("network_args.network_reg_dims", missing("One rank holds for the whole adapter; choose layers with lora.targets")),
+    (
+        "network_args.network_reg_dims",
+        missing("Write these layers and ranks as lora.layers, by the names of diffusers"),
+    ),
     ("network_args.ggpo_sigma network_args.ggpo_beta", missing("There is no GGPO; leave it out")),
     ("ip_noise_gamma ip_noise_gamma_random_strength", missing("The noise is FLUX's own; leave it out")),
     ("min_timestep", missing("All noise levels are trained; shift them with timestep_sampling")),

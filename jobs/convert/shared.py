@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
-from jobs.convert.draft import MAPPED, NOT_SUPPORTED, Draft, Given
+from jobs.convert.draft import MAPPED, NOT_SUPPORTED, OFF, Draft, Given
 from jobs.convert.values import Chosen, Drawn, as_number, base_of, in_steps_of_16, lost_options, optimizer_of, path_here
 from jobs.reference import spelled
 from jobs.schema import is_single_file
@@ -204,3 +205,31 @@ def plain_bf16(draft: Draft, why: str) -> None:
         f"lost wherever |w| >= {lost:.2g}. Here rounding is stochastic and every update arrives, so the same rate runs "
         "hotter: begin at about half of it."
     )
+
+
+# ---------------------------------------------------------------- an adapter's
+
+
+def dropout(draft: Draft, names: Sequence[str]) -> None:
+    """Of the values between an adapter's two matrices, in all three tools."""
+    for name in names:
+        if share := draft.number(name, 0.0):
+            draft.write("lora.dropout", share, name)
+        draft.not_needed([name], OFF)
+
+
+def start(draft: Draft, names: Sequence[str]) -> None:
+    """An adapter to start from."""
+    for name in names:
+        if path := draft.text(name):
+            here, remark = path_here(path, "models")
+            draft.write("lora.start", here, name, remark=remark)
+
+
+def assistant(draft: Draft, names: Sequence[str]) -> None:
+    """A training adapter: an id of the hub, or a file."""
+    for name in names:
+        if text := draft.text(name):
+            is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not is_single_file(text)
+            here, remark = (text, "") if is_hub else path_here(text, "models")
+            draft.write("assistant_lora", here, name, remark=remark)

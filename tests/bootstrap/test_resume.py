@@ -28,7 +28,14 @@ from tests.loras import SMALL, make_adapter
 from tests.runs import make_job, make_run
 from tests.states import flip_a_bit, make_state
 
-ADAPTER: dict[str, Any] = {"method": "lora", "lora": {"rank": 8}, "optimizer": "AdamW8bit"}
+ENTRY: dict[str, Any] = {"match": "attention", "rank": 4, "alpha": 4}
+
+
+def lora(**keys: Any) -> dict[str, Any]:
+    return {"lora": {"rank": 8, "layers": [ENTRY]} | keys}
+
+
+ADAPTER: dict[str, Any] = {"method": "lora", "optimizer": "AdamW8bit", **lora()}
 
 
 # ---------------------------------------------------------------- the table
@@ -72,11 +79,19 @@ OTHER: dict[str, Any] = {  # a job with another value for the key than the defau
     "base": {"base": "flux-tiny-schnell"},
     "vae": {"base": "a.safetensors", "vae": "b", "text_encoders": {"clip": "c", "t5": "d"}},
     "method": {"method": "full", "lora": None},
-    "lora.rank": {"lora": {"rank": 16, "alpha": 8}},
-    "lora.alpha": {"lora": {"rank": 8, "alpha": 16}},
-    "lora.targets": {"lora": {"rank": 8, "targets": ["*.to_q"]}},
-    "lora.layout": {"lora": {"rank": 8, "layout": "diffusers"}},
-    "lora.start": {"lora": {"rank": 8, "start": "a.safetensors"}},
+    "lora.rank": lora(rank=16, alpha=8),
+    "lora.alpha": lora(alpha=16),
+    "lora.targets": lora(targets=["*.to_q"]),
+    "lora.layout": lora(layout="diffusers"),
+    "lora.start": lora(start="a.safetensors"),
+    "lora.layers.match": lora(layers=[ENTRY | {"match": ["*.to_q"]}]),
+    "lora.layers.rank": lora(layers=[ENTRY | {"rank": 2}]),
+    "lora.layers.alpha": lora(layers=[ENTRY | {"alpha": 2}]),
+    "lora.layers.learning_rate": lora(layers=[ENTRY, {"match": "feed-forward", "learning_rate": 1e-3}]),
+    "lora.dora": lora(dora=True),
+    "lora.rslora": lora(rslora=True),
+    "lora.dropout": lora(dropout=0.1),
+    "assistant_lora": {"assistant_lora": "a.safetensors"},
     "datasets.path": {"datasets": [{"path": "datasets/test"}, {"path": "datasets/more"}]},
     **{f"datasets.{name}": {"datasets": [{"path": "datasets/test", name: value}]} for name, value in DATASET.items()},
     "bad_images": {"bad_images": "skip"},
@@ -164,13 +179,22 @@ def test_a_key_may_change_or_is_refused_as_its_row_says(key: str, tmp_path: Path
         assert "back, or give the job another name to start anew" in told
 
 
+def outer_keys(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
 @pytest.mark.parametrize("key", sorted(ROWS))
 def test_a_change_is_told_with_its_effect(key: str, tmp_path: Path) -> None:
     before = make_run(tmp_path, make_job(**ADAPTER | ({"base": "a.safetensors"} if "base" in OTHER[key] else {})))
     file = tmp_path / "run.json"
     file.write_text(make_json(before))
     lines = changed_settings(file, make_job(**ADAPTER | OTHER[key]))
-    mine = [line for line in lines if line.startswith((f"changed: {key}", f"changed: {key.split('.')[0]} "))]
+    mine = [
+        line
+        for line in lines
+        if line.startswith((f"changed: {key}", *(f"changed: {outer} " for outer in outer_keys(key))))
+    ]
     assert mine or key in ("discrete_flow_shift",), lines
     assert not any("example.org" in line for line in lines)
 

@@ -8,6 +8,8 @@ from jobs import rules
 from jobs.schema import Job
 
 LEAST: dict[str, Any] = {"name": "a", "base": "me/flux", "method": "lora", "datasets": [{"path": "x"}]}
+SCHNELL, DEV = "black-forest-labs/FLUX.1-schnell", "black-forest-labs/FLUX.1-dev"
+LAYER = {"match": "attention"}
 SINGLE = {"base": "models/flux.safetensors"}
 ENCODERS = {"clip": "c", "t5": "t"}
 
@@ -25,6 +27,12 @@ ENCODERS = {"clip": "c", "t5": "t"}
         (SINGLE, ("base",)),
         (SINGLE | {"vae": "v"}, ("base",)),
         ({"plan": {"optimizer_in_backward": True}, "max_grad_norm": 1.0}, ("max_grad_norm",)),
+        ({"method": "full", "assistant_lora": "a.safetensors"}, ("assistant_lora",)),
+        ({"lora": {"layers": [LAYER]}}, ("lora", "layers", 0)),
+        (
+            {"optimizer": "Prodigy", "lora": {"layers": [LAYER | {"learning_rate": 1}]}},
+            ("lora", "layers", 0, "learning_rate"),
+        ),
         ({"optimizer_args": {"lr": 1}}, ("optimizer_args", "lr")),
         ({"optimizer_args": {"weight_decay": 1}}, ("optimizer_args", "weight_decay")),
         ({"optimizer": "AdamW8bit", "optimizer_args": {"amsgrad": True}}, ("optimizer_args", "amsgrad")),
@@ -85,6 +93,17 @@ def test_values_of_a_wrong_kind_are_left_to_the_schema(wrong: Any) -> None:
         ({"learning_rate": 1e-4, "method": "full"}, ("learning_rate",)),
         ({"learning_rate": 1e-8, "method": "full"}, ("learning_rate",)),
         ({"learning_rate": 1e-4, "optimizer": "Prodigy"}, ("learning_rate",)),
+        ({"learning_rate": 1e-3, "optimizer": "Lion8bit"}, ("learning_rate",)),
+        ({"learning_rate": 1e-4, "optimizer": "Adafactor"}, ("learning_rate",)),
+        ({"lora": {"layers": [LAYER | {"learning_rate": 1}]}}, ("lora", "layers", 0, "learning_rate")),
+        ({"lora": {"layers": [LAYER | {"alpha": 0}]}}, ("lora", "layers", 0, "alpha")),
+        ({"lora": {"rank": 256, "rslora": True}}, ("lora", "alpha")),
+        ({"lora": {"dropout": 0.5}}, ("lora", "dropout")),
+        ({"base": SCHNELL}, ("base",)),
+        ({"base": "models/schnell-fp16", "method": "full"}, ("base",)),
+        ({"base": SCHNELL, "assistant_lora": "a", "sample": {"prompts": ["a"]}}, ("sample", "steps")),
+        ({"base": SCHNELL, "assistant_lora": "a", "guidance": 3.5}, ("guidance",)),
+        ({"base": DEV, "assistant_lora": rules.SCHNELL_ASSISTANT}, ("assistant_lora",)),
         ({"guidance": 3.5}, ("guidance",)),
         ({"sample": {"prompts": ["a"], "guidance": 1}}, ("sample", "guidance")),
         ({"t5_mask": True}, ("t5_mask",)),
@@ -115,7 +134,12 @@ def test_settings_that_ruin_a_run_are_doubted(keys: dict[str, Any], path: rules.
         {"optimizer": "some.Optimizer", "learning_rate": 3},
         {"base": "flux-tiny", "learning_rate": 1e-2},
         {"base": "flux-tiny-schnell", "method": "full", "learning_rate": 1e-3},
-        {"base": "black-forest-labs/FLUX.1-schnell", "sample": {"prompts": ["a"], "guidance": 0}},
+        {"base": SCHNELL, "assistant_lora": "a", "sample": {"prompts": ["a"], "guidance": 0, "steps": 4}},
+        {"base": "flux-tiny-schnell", "learning_rate": 1e-2},
+        {"optimizer": "Lion8bit"},
+        {"optimizer": "Adafactor"},
+        {"optimizer": "Adafactor", "method": "full"},
+        {"lora": {"rank": 64, "alpha": 16, "rslora": True, "dora": True, "dropout": 0.05}},
         {"timestep_sampling": "shift"},
         {"lora": {"rank": 32, "alpha": 16}},
     ],

@@ -51,6 +51,7 @@ def test_all_groups_are_found() -> None:
         "",
         "text_encoders",
         "lora",
+        "lora.layers[]",
         "datasets[]",
         "save",
         "sample",

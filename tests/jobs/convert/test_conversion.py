@@ -14,8 +14,9 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from bootstrap.estimate import adapter_layers
+from bootstrap.estimate import adapter_layers, linear_layers
 from bootstrap.flux_shape import FluxShape
+from bootstrap.lora_targets import adapters_of
 from jobs.convert import ai_toolkit, kohya_gui, sd_scripts
 from jobs.convert.conversion import Conversion, convert
 from jobs.convert.draft import FATES, MAPPED, NOT_KNOWN, NOT_NEEDED, NOT_SUPPORTED
@@ -285,6 +286,19 @@ def test_layers_are_those_that_the_gui_trains(tmp_path: Path, args: dict[str, st
     if not args:
         everything = set(adapter_layers(FluxShape(), "all-linear"))
         assert {name for name in everything if "transformer_blocks." in name} == set(layers)
+
+
+def test_parts_of_another_rank_dropout_and_a_start_go_with_it(tmp_path: Path) -> None:
+    change = {"img_mlp_dim": "8", "network_dropout": 0.1, "network_weights": "C:\\loras\\old.safetensors"}
+    done = convert(changed(tmp_path, "gui-lora.json", change))
+    lora = done.loaded.job.lora
+    assert lora is not None
+    layers = adapters_of(linear_layers(FluxShape()), lora)
+    plain, special = layers["transformer_blocks.0.attn.to_q"], layers["transformer_blocks.0.ff.net.2"]
+    assert (plain.rank, special.rank) == (32, 8)
+    assert special.scale * 8 == plain.scale * 32, "one alpha"
+    assert (lora.dropout, lora.start) == (0.1, "models/old.safetensors")
+    assert {fates(done)[key] for key in change} == {MAPPED}
 
 
 # ---------------------------------------------------------------- sd-scripts
