@@ -84,6 +84,15 @@ class RunFolder:
         return self.root / "tensorboard"
 
     @property
+    def wandb(self) -> Path:
+        """What W&B's library keeps."""
+        return self.root / "wandb"
+
+    @property
+    def wandb_position(self) -> Path:
+        return self.root / "wandb.json"
+
+    @property
     def samples(self) -> Path:
         return self.root / "samples"
 

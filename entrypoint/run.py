@@ -69,6 +69,7 @@ from entrypoint.launch import (
     stale_seconds,
     trainer_command,
 )
+from entrypoint.mirror import mirrored
 from entrypoint.probe import examine
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, StatusFile
@@ -487,7 +488,8 @@ def train(run: RunFile, running: Running, uploads: BackgroundUploads) -> Outcome
         return clocks.RUN if progress.step > start else clocks.NOTHING_NEW
 
     oom_kills = read_oom_kills()
-    (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look, limit=limit)
+    with mirrored(run, os.environ, lambda: running.stop.requested):
+        (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look, limit=limit)
     progress.close()
     outcome = Outcome.read(run.folder.outcome)
     if running.stop.requested and (outcome is None or outcome.code == CRASH):

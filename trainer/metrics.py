@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from bootstrap.validation import BANDS, band_name
@@ -120,7 +122,7 @@ class Metrics:
         self.writes = world.leads
         if self.writes:
             cut_after(folder.metrics, start)
-            self.path = folder.metrics
+            self.path, self.samples = folder.metrics, folder.samples
             self.file = folder.metrics.open("a", encoding="utf-8")
             self.board = SummaryWriter(str(folder.tensorboard), purge_step=start + 1)
         self.on_gpu = world.device.type == "cuda"
@@ -166,6 +168,20 @@ class Metrics:
                     images[band] += count
         means = (total / count if count else None for total, count in zip(sums, images, strict=True))
         return tuple(means), tuple(round(count, 4) for count in images)
+
+    def pictures(self, step: int) -> None:
+        """The samples of a step in TensorBoard, as they stand in their files."""
+        for path in sorted(self.samples.glob(f"step-{step:06d}-*.png")) if self.writes else ():
+            try:
+                with Image.open(path) as image:
+                    size = {"width": image.width, "height": image.height, "colorspace": len(image.getbands())}
+                picture = Summary.Image(encoded_image_string=path.read_bytes(), **size)
+            except OSError as error:
+                log.warning("%s is not shown in TensorBoard: %s", path.name, error)
+                continue
+            tag = f"samples/{path.stem.rpartition('-')[2]}"
+            writer: Any = self.board.file_writer
+            writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
     def restart_clock(self, spent_on: Pause | None = None) -> None:
         """Leaves out of images_per_s what was spent on something else since the last step."""

@@ -58,8 +58,7 @@ log = logging.getLogger(__name__)
 def train(t: Training) -> Outcome:
     """From the state the run goes on from, or from the start, to the last step or to a signal."""
     if t.start == 0 and t.sampler.due(0):
-        t.sampler.draw(0)
-        t.metrics.restart_clock("samples")
+        t.draw(0)
     if t.start == 0:
         t.validate(0)
     if t.rest(t.start):
@@ -77,8 +76,7 @@ def train(t: Training) -> Outcome:
         if asked.pause and done < t.last and t.rest(done):
             return t.stopped(done)
         if t.sampler.due(done):
-            t.sampler.draw(done)
-            t.metrics.restart_clock("samples")
+            t.draw(done)
     return t.finish()
 
 
@@ -194,6 +192,12 @@ class Training:
         skipped = self.optimizer.skipped
         dist.all_reduce(skipped)
         return StepRecord(step + 1, sums.loss, norm, learning_rate, data.images, skipped, sums.values, data.pixels)
+
+    def draw(self, step: int) -> None:
+        """Samples of the model after ``step`` updates."""
+        self.sampler.draw(step)
+        self.metrics.pictures(step)
+        self.metrics.restart_clock("samples")
 
     def validate(self, step: int, saving: bool = False) -> None:
         """Tries the model on pictures it is not shown, where it is time to. ``saving``: a state is saved next."""

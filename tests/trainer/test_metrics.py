@@ -6,15 +6,17 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bootstrap.volume import RunFolder
 from tests.runs import make_world
-from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, cut_after
+from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, StepSums, cut_after
 from trainer.world import World
 
 
@@ -148,3 +150,45 @@ def test_cutting_a_file_that_holds_no_steps(content: str, tmp_path: Path) -> Non
 def test_cutting_no_file(tmp_path: Path) -> None:
     cut_after(tmp_path / "metrics.jsonl", 5)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_samples_are_shown_in_tensorboard(folder: RunFolder, world: World, caplog: pytest.LogCaptureFixture) -> None:
+    folder.samples.mkdir()
+    Image.new("RGB", (6, 4), "red").save(folder.samples / "step-000010-01.png")
+    Image.new("RGB", (6, 4), "blue").save(folder.samples / "step-000020-01.png")
+    (folder.samples / "step-000010-02.png").write_bytes(b"cut off")
+    metrics = Metrics(folder, 0, world, 1)
+    metrics.pictures(10)
+    metrics.pictures(11)
+    metrics.close()
+    board = EventAccumulator(str(folder.tensorboard))
+    board.Reload()
+    assert board.Tags()["images"] == ["samples/01"]
+    (shown,) = board.Images("samples/01")
+    assert (shown.step, shown.width, shown.height) == (10, 6, 4)
+    assert shown.encoded_image_string == (folder.samples / "step-000010-01.png").read_bytes()
+    assert "step-000010-02.png is not shown in TensorBoard" in caplog.text
+
+
+def test_losses_by_level_waits_and_memory(folder: RunFolder, world: World) -> None:
+    """The dummy of a process without work, of weight 0, counts nowhere; a loss that is no number in its own band."""
+    sums = StepSums(world, waited=0.25)
+    losses, weights = torch.tensor([0.5, 1.0, 3.0, math.nan]), torch.tensor([1.0, 0.5, 0.0, 1.0])
+    sums.add(torch.tensor(0.5), losses, weights, torch.tensor([0.1, 0.2, 0.3, 1.0]))
+    sums.add(torch.tensor(0.25), torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([0.6]))
+    assert sums.loss == 0.75
+    metrics = Metrics(folder, 0, world, 1)
+    metrics.record(replace(record(1), sums=sums.values))
+    metrics.record(replace(record(2), sums=sums.values))
+    metrics.flush()
+    line: dict[str, Any] = lines(folder)[0]
+    assert line["loss_by_level"] == [pytest.approx(1.0 / 1.5), None, 2.0, None]
+    assert line["images_by_level"] == [1.5, 0.0, 1.0, 1.0]
+    assert line["data_wait_s"] == 0.25
+    assert "memory_gib" not in line  # of a GPU
+    assert metrics.means_since(1) == ((pytest.approx(1.0 / 1.5), None, 2.0, None), (1.5, 0.0, 1.0, 0.0))
+    assert metrics.means_since(2)[1] == (0.0,) * 4
+    metrics.close()
+    board = EventAccumulator(str(folder.tensorboard))
+    board.Reload()
+    assert [event.value for event in board.Scalars("train/loss_by_level/0.50-0.75")] == [2.0, 2.0]
