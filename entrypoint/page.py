@@ -10,20 +10,22 @@ import binascii
 import hmac
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from jinja2 import Environment
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from bootstrap.volume import Volume, read_json
 from bootstrap.volume_probe import disk_warning, find_mount
+from entrypoint.curves import PREFIX, Curves
 from entrypoint.environment import NOTES, POD_NOTES, PORTS, RUN
 from entrypoint.progress import as_clock
 from entrypoint.status import Status
@@ -56,6 +58,7 @@ PAGE = """<!doctype html>
 <td>{{ status.message }}{% if figures.validation %}<br>{{ figures.validation }}{% endif %}</td>
 <td>{{ status.updated }}</td></tr>
 {% endfor %}</table>
+<p><a href="{{ curves }}/">Curves and samples in TensorBoard</a></p>
 {% else %}<p>No run yet. Put a job into {{ jobs }}.</p>{% endif %}
 </html>
 """
@@ -64,23 +67,44 @@ PAGE = """<!doctype html>
 def make_page(volume: Volume, environ: Mapping[str, str], run: Path = RUN) -> Starlette:
     """The application. ``run``: where start.sh and the pod loop leave what they have to say, lists of strings."""
     password = environ.get("FLUXPOD_PASSWORD") or environ.get("JUPYTER_PASSWORD") or ""
+    curves = Curves(volume.runs, environ)
     template = Environment(autoescape=True).from_string(PAGE)
 
     async def health(_: Request) -> Response:  # in no thread and without the volume, which may hang
         return PlainTextResponse("ok\n", headers=HEADERS)
 
-    def page(request: Request) -> Response:
+    def refusal(request: Request) -> Response | None:
         if not password:
             return PlainTextResponse(NO_PASSWORD, headers=HEADERS)
         if not _knows(request, password):
             refused = {**HEADERS, "WWW-Authenticate": 'Basic realm="fluxpod", charset="UTF-8"'}
             return PlainTextResponse("A password is needed; any user name does.\n", 401, headers=refused)
+        return None
+
+    def page(request: Request) -> Response:
+        if refused := refusal(request):
+            return refused
         runs, warnings = read_runs(volume), read_warnings(volume, environ, run)
         return HTMLResponse(
-            template.render(runs=runs, warnings=warnings, jobs=volume.jobs, clock=as_clock), headers=HEADERS
+            template.render(runs=runs, warnings=warnings, jobs=volume.jobs, clock=as_clock, curves=PREFIX),
+            headers=HEADERS,
         )
 
-    return Starlette(routes=[Route("/health", health), Route("/", page)])
+    async def tensorboard(request: Request) -> Response:
+        if refused := refusal(request):
+            return refused
+        address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        body = await request.body()
+        found = await run_in_threadpool(curves.ask, request.method, address, request.headers, body)
+        return Response(found.body, found.status, found.headers)
+
+    @asynccontextmanager
+    async def life(_: Starlette) -> AsyncIterator[None]:
+        yield
+        curves.close()
+
+    boards = [Route(path, tensorboard, methods=["GET", "POST"]) for path in (PREFIX, f"{PREFIX}/{{path:path}}")]
+    return Starlette(routes=[Route("/health", health), Route("/", page), *boards], lifespan=life)
 
 
 def _knows(request: Request, password: str) -> bool:
