@@ -71,6 +71,9 @@ CASES = {
         ),
         Case("full-1024-24gb", full(1024, 1), 1024, 14, card_gib=22.8, host_gib=60, at_least=1.2, aim=0.8),
         Case("lora-1024", lora(1024, 1), 1024, kohya=1.05, at_least=0.40, aim=0.33),
+        # What these cost beside lora-1024.
+        Case("lora-1024-dora", lora(1024, 1, lora={"rank": 16, "dora": True}), 1024, 14),
+        Case("lora-1024-dropout", lora(1024, 1, lora={"rank": 16, "dropout": 0.1}), 1024, 14),
         # Cards of 20, 16 and 12 GB.
         Case("lora-1024-int8", lora(1024, 1, plan={"base_precision": "int8"}), 1024, 14, card_gib=19.1),
         Case("lora-1024-fp8", lora(1024, 1, plan={"base_precision": "fp8"}), 1024, 14, card_gib=19.1),

@@ -442,6 +442,8 @@ def check_alike(found: Mapping[str, LowRank], lora: Lora, sizes: Mapping[str, tu
         problems.append(
             f"its rank is {found[one].rank}, not {wanted[one].rank}, in {some(other)}: write that in the job"
         )
+    if any((found[name].magnitude is None) == lora.dora for name in both):
+        problems.append("it is no DoRA: write dora: false" if lora.dora else "it is a DoRA: write dora: true")
     if sized := [name for name in both if found[name].size != sizes[name]]:
         one = sized[0]
         problems.append(f"it was made for another FLUX: {one} has {found[one].size}, and the base {sizes[one]}")

@@ -161,6 +161,7 @@ def test_an_adapter_of_kohyas_trainer_fills_three(tmp_path: Path) -> None:
         ),
         ({"rank": 4, "targets": "all-linear"}, r"it has nothing for context_embedder, .* and \d+ more, which"),
         ({"rank": 4, "targets": ["*.attn.to_q"]}, "it has single_.*, which lora.targets leaves out"),
+        ({"rank": 4, "targets": "attention", "dora": True, "layout": "diffusers"}, "it is no DoRA: write dora: false"),
     ],
 )
 def test_another_adapter_than_the_jobs_is_told(other: dict[str, Any], told: str, tmp_path: Path) -> None:
