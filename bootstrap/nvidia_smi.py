@@ -24,6 +24,7 @@ HEALTH_FIELDS = (
     *("temperature.gpu", "clocks.sm", "clocks.max.sm", "power.draw", "power.limit"),
     *("ecc.errors.uncorrected.volatile.total", "retired_pages.pending"),
 )
+LOAD_FIELDS = ("index", "utilization.gpu", "memory.used", "clocks.sm", "power.draw", "temperature.gpu")
 CLOCK_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # renamed with driver 535
 NVIDIA_SMI_SECONDS = 60.0  # a cold driver with 8 GPUs needs up to 30 s; a card that fell off the bus hangs for ever
 
@@ -63,6 +64,17 @@ class Health:
     page_retirement_pending: bool = False
     slowed: tuple[str, ...] = ()  # why the clock is held down, where it should not be
     power_capped: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one card does now; None where the driver does not tell."""
+
+    utilisation: float | None  # percent of the last second in which any kernel ran
+    memory_gib: float | None
+    clock_mhz: float | None
+    power_w: float | None
+    temperature_c: float | None
 
 
 # ---------------------------------------------------------------- which GPUs there are
@@ -215,6 +227,26 @@ def parse_health(output: str) -> Health:
         slowed=tuple(told for bit, told in _SLOWED.items() if bits & bit),
         power_capped=bool(bits & _POWER_CAP),
     )
+
+
+def read_loads(nvidia_smi: str = "nvidia-smi", time_limit: float = 10.0) -> dict[int, Load]:
+    """Every card, by its index; none where nvidia-smi does not answer."""
+    try:
+        code, output = _query(nvidia_smi, "gpu", LOAD_FIELDS, time_limit)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return {} if code else parse_loads(output)
+
+
+def parse_loads(output: str) -> dict[int, Load]:
+    found = {}
+    for line in output.splitlines():
+        index, *values = (value.strip() for value in line.split(","))
+        if index.isdigit() and len(values) == len(LOAD_FIELDS) - 1:
+            utilisation, memory, clock, power, temperature = map(_number, values)
+            gib = None if memory is None else round(memory * MIB / (1 << 30), 2)
+            found[int(index)] = Load(utilisation, gib, clock, power, temperature)
+    return found
 
 
 # ---------------------------------------------------------------- asking

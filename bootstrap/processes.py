@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootstrap.volume import read_json, write_json
 
-KILL_LIMIT = 10.0  # seconds for a killed process to go; the kernel needs longer only while it is stuck in I/O
+KILL_LIMIT = 60.0  # seconds for a killed process to go: hundreds of GB of pinned memory take tens; longer, it is stuck
 
 
 def start_time(pid: int) -> int | None:
@@ -71,7 +71,9 @@ def reap(folder: Path) -> dict[str, int]:
     deadline = time.monotonic() + KILL_LIMIT
     while alive := living(folder):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"left-over processes do not end: {alive}")
+            raise TimeoutError(
+                f"left-over processes do not end, {alive}: their GPU or disk hangs. Restart the pod, or deploy another."
+            )
         time.sleep(0.05)
     for file in folder.glob("*.json"):
         file.unlink(missing_ok=True)

@@ -76,6 +76,10 @@ class RunFolder:
         return self.root / "validation.jsonl"
 
     @property
+    def pace(self) -> Path:
+        return self.root / "pace.jsonl"
+
+    @property
     def log(self) -> Path:
         return self.root / "log.txt"
 

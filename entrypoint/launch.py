@@ -20,6 +20,7 @@ from bootstrap.pod import free_bytes, lacks_shm
 from bootstrap.processes import end_with_parent, living, reap, record_process
 from bootstrap.run_file import RunFile
 from bootstrap.volume import RunFolder, Volume
+from bootstrap.whereabouts import PATH, Whereabouts
 from entrypoint.environment import read_seconds
 from jobs.secret import is_secret
 
@@ -159,13 +160,16 @@ def run_children(
     look: Callable[[], None],
     environment: Mapping[str, str] = os.environ,
     limit: Callable[[], float] = lambda: clocks.RUN,
+    whereabouts: Whereabouts | None = None,
 ) -> list[int]:
     """Runs the commands side by side, their output in the run's log; gives their exit statuses (negative: by signal).
 
     ``look`` is called several times a second. Once ``stop`` is requested every child gets TERM, and what is left of
-    them ``limit()`` seconds later, which may change meanwhile, is killed; nothing of ours runs on afterwards.
+    them ``limit()`` seconds later, which may change meanwhile, is killed; nothing of ours runs on afterwards, nor after
+    an error that ``look`` raises. ``whereabouts``: where the children tell how far they are.
     """
     folder = run.folder
+    settings = child_environment(run, environment) | ({PATH: str(whereabouts.path)} if whereabouts else {})
     record_process(folder.processes, "entrypoint")
     folder.log.parent.mkdir(parents=True, exist_ok=True)
     children: list[subprocess.Popen[bytes]] = []
@@ -177,7 +181,7 @@ def run_children(
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=child_environment(run, environment),
+                    env=settings,
                     start_new_session=True,  # Ctrl-C on a terminal reaches the entrypoint alone, which asks in order
                 )
                 children.append(child)

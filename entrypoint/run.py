@@ -52,6 +52,7 @@ from bootstrap.volume import RunFolder, Volume, read_json, remove_parts, write_a
 from bootstrap.volume_probe import VolumeFacts, probe_volume, room
 from bootstrap.wanted import Wanted
 from bootstrap.weights import fetch_weights
+from bootstrap.whereabouts import Whereabouts
 from entrypoint.check import render_plan
 from entrypoint.data_table import render_data
 from entrypoint.ended import already_done, output_of
@@ -70,10 +71,12 @@ from entrypoint.launch import (
     trainer_command,
 )
 from entrypoint.mirror import mirrored
+from entrypoint.pace import PaceWatch
 from entrypoint.probe import examine
 from entrypoint.progress import Tail, TrainingProgress
 from entrypoint.status import Phase, StatusFile
 from entrypoint.uploads import BackgroundUploads, held, refuse_unwritable
+from entrypoint.watch import Fallen, Watch
 from jobs.load import LoadedJob, load_job, read_text
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
@@ -106,8 +109,14 @@ class Running:
     status: StatusFile
     stop: Stop
 
+    def tell(self, line: str) -> None:
+        """A line for people, on the terminal and in the run's log, where the volume takes it."""
+        print(line, flush=True)
+        with suppress(OSError), self.folder.log.open("a", encoding="utf-8") as log:
+            log.write(line + "\n")
+
     def say(self, line: str) -> None:
-        """A line for people, on the terminal and in the run's log; a chance to stop."""
+        """The same while the run is prepared; a chance to stop, and for the volume to show that it fails."""
         print(line, flush=True)
         with self.folder.log.open("a", encoding="utf-8") as log:
             log.write(line + "\n")
@@ -434,14 +443,21 @@ def encode(run: RunFile, dataset: Dataset, running: Running) -> None:
     parts = min(run.plan.processes, len(missing))
     log = Tail(run.folder.log, from_end=True)
 
-    def look() -> None:
-        for line in log.lines():
-            if line.startswith("encoded "):
-                print(line, flush=True)
-                running.status.tell("preparing", line)
-
     commands = [encoder_command(run.folder.run_file, part, parts) for part in range(parts)]
-    statuses = run_children(commands, run, running.stop, look)
+    with Whereabouts.made(parts) as whereabouts:
+        watch = Watch(whereabouts, run.plan.gpus, together=False)
+
+        def look() -> None:
+            for line in log.lines():
+                if line.startswith("encoded "):
+                    print(line, flush=True)
+                    running.status.tell("preparing", line)
+            watch.look()
+
+        try:
+            statuses = run_children(commands, run, running.stop, look, whereabouts=whereabouts)
+        except Fallen as fallen:
+            raise PreparationError(f"encoding was ended: {fallen}. What is cached stays") from fallen
     if running.stop.requested:
         raise Stopped
     if any(statuses):
@@ -477,32 +493,20 @@ def train(run: RunFile, running: Running, uploads: BackgroundUploads) -> Outcome
     progress = TrainingProgress(run.folder.metrics, run.folder.log, start, steps)
     running.status.tell("training", "training", step=start, steps=steps)
 
-    def look() -> None:
-        if progress.look():
-            phase: Phase = "stopping" if running.stop.requested else "training"
-            uploading = f" ({uploads.line})" if uploads.line else ""
-            told = phase + dropped_attention(run.folder) + sample_alarm(run.folder) + uploading + running.notice()
-            running.status.tell(phase, told, step=progress.step, steps=steps, figures=progress.figures)
-
-    def limit() -> float:
-        return clocks.RUN if progress.step > start else clocks.NOTHING_NEW
-
-    oom_kills = read_oom_kills()
     with mirrored(run, os.environ, lambda: running.stop.requested):
-        (status,) = run_children([trainer_command(run.plan, run.folder.run_file)], run, running.stop, look, limit=limit)
+        ended, knows_better = _launch(run, running, progress, uploads)
     progress.close()
     outcome = Outcome.read(run.folder.outcome)
-    if running.stop.requested and (outcome is None or outcome.code == CRASH):
+    if outcome is None or (outcome.code == CRASH and knows_better):
+        outcome = Outcome(CRASH, ended, progress.step)
+        outcome.write(run.folder.outcome)
+    if running.stop.requested and outcome.code == CRASH:
         # A compiler, say, that TERM reached too. What crashes by itself will do so again at the next start.
-        why = f" ({outcome.reason.splitlines()[0]})" if outcome and outcome.reason else ""
+        why = f" ({outcome.reason.splitlines()[0]})" if outcome.reason else ""
         told = (
             f"stopped by a signal in the middle of something that could not be finished{why}; the newest state stands"
         )
         return Outcome(STOPPED, told, progress.step)
-    if outcome is None:
-        killed = read_oom_kills() - oom_kills
-        why = f"the container's memory ran out: {killed} killed" if killed > 0 else describe_exit(status)
-        outcome = Outcome(CRASH, f"the trainer crashed ({why})", progress.step)
     if outcome.code == CRASH:
         print(f"The end of {run.folder.log}:\n{last_lines(run.folder.log)}", flush=True)
     return outcome
@@ -531,6 +535,42 @@ def finish_uploads(outcome: Outcome, job: Job, uploads: BackgroundUploads, runni
         if uploads.busy and told != (told := uploads.line or "uploading"):
             running.status.tell("uploading", told, step=outcome.step, steps=outcome.step)
     return held(job, uploads.refused, outcome.step) if uploads.refused else outcome
+
+
+def _launch(run: RunFile, running: Running, progress: TrainingProgress, uploads: BackgroundUploads) -> tuple[str, bool]:
+    """Runs the trainer's processes to their end. Gives how they ended, seen from outside, and whether that is more than
+    they know themselves: that one of them was lost, of which the others see only that it is gone."""
+    oom_kills = read_oom_kills()
+
+    def limit() -> float:
+        return clocks.RUN if progress.step > progress.start else clocks.NOTHING_NEW
+
+    with Whereabouts.made(run.plan.processes) as whereabouts:
+        watch = Watch(whereabouts, run.plan.gpus, together=True)
+        pace = PaceWatch(whereabouts, run.plan.gpus, run.folder.pace, running.tell)
+
+        def look() -> None:
+            if progress.look():
+                phase: Phase = "stopping" if running.stop.requested else "training"
+                uploading = f" ({uploads.line})" if uploads.line else ""
+                told = dropped_attention(run.folder) + sample_alarm(run.folder) + pace.notice + uploading
+                told = phase + told + running.notice()
+                running.status.tell(phase, told, step=progress.step, steps=progress.steps, figures=progress.figures)
+            pace.look()
+            watch.look()
+
+        command = trainer_command(run.plan, run.folder.run_file)
+        try:
+            (status,) = run_children([command], run, running.stop, look, limit=limit, whereabouts=whereabouts)
+            lost = "" if running.stop.requested else watch.gone()
+        except Fallen as fallen:
+            status, lost = 1, f"{fallen}"
+    ended, knows_better = lost or describe_exit(status), bool(lost)
+    if killed := read_oom_kills() - oom_kills:
+        ended = f"the container's memory ran out, {killed} killed{f'; {ended}' if knows_better else ''}"
+    if knows_better:
+        return f"{ended}. All processes of the trainer were ended; the newest state stands", True
+    return f"the trainer crashed ({ended})", False
 
 
 def dropped_attention(folder: RunFolder) -> str:

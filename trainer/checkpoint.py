@@ -83,6 +83,7 @@ class Writing:
     layouts: list[Layout]
     scalars: dict[str, object]
     begun: float
+    wrote: Callable[[], None]  # told of each run of bytes that is on the disk
     validated: Validated | None = None
     expected: Expected | None = None  # what the file of an adapter must hold
     stood_still: float = 0.0  # seconds that training waited for it
@@ -105,7 +106,7 @@ class Writing:
         """This process's bytes; what goes wrong is kept for ``publish``."""
         try:
             for layout in self.layouts:
-                self.extents += write_spans(self.part / layout.name, layout, writers, self.given_up)
+                self.extents += write_spans(self.part / layout.name, layout, writers, self.given_up, self.wrote)
             self.fill_places()
         except (OSError, ValueError, DiscardedError) as failure:
             self.failure = failure
@@ -152,7 +153,7 @@ class Saver:
         ]
         together(world, lambda: refuse_non_finite(layouts))
         part = self.run.folder.states / f".{folder_name(step)}.part"
-        self.writing = writing = Writing(step, part, layouts, scalars, begun, validated)
+        self.writing = writing = Writing(step, part, layouts, scalars, begun, world.place.move, validated)
         writing.expected = Expected.of(tensors, lora) if lora else None
         with self._discarding():
             together(world, lambda: begin_folder(part) if world.leads else None)

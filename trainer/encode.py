@@ -39,6 +39,7 @@ from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume, read_json
 from bootstrap.wanted import CroppedItem, Text, Wanted, text_key
 from bootstrap.weights import Weights
+from bootstrap.whereabouts import Phase, Place
 from jobs.problem import JobError, Problem
 from trainer.out_of_memory import in_parts_that_fit, is_out_of_memory, measure
 
@@ -162,21 +163,24 @@ def _views(crops: Sequence[CroppedItem], volume: Volume) -> Iterator[Seen]:
 class _Progress:
     """Plain lines, one every few seconds and one at the end: they are read in a log as often as on a screen."""
 
-    def __init__(self, total: int, things: str) -> None:
-        self.total, self.things, self.done = total, things, 0
+    def __init__(self, total: int, things: str, place: Place | None) -> None:
+        self.total, self.things, self.done, self.place = total, things, 0, place or Place.unwatched()
         self._told = time.monotonic()
 
     def advance(self, count: int) -> None:
         self.done += count
+        self.place.move()
         if self.done == self.total or time.monotonic() - self._told > PROGRESS_SECONDS:
             self._told = time.monotonic()
             print(f"encoded {self.done}/{self.total} {self.things}", flush=True)
 
 
-def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.device, root: Path) -> None:
+def encode_texts(
+    texts: Mapping[str, Text], weights: Weights, device: torch.device, root: Path, place: Place | None = None
+) -> None:
     """Writes the outputs for ``texts`` (by key) to the cache in ``root``."""
     encoders = TextEncoders(weights, device)
-    progress = _Progress(len(texts), "captions")
+    progress = _Progress(len(texts), "captions", place)
     long = list(dict.fromkeys(text.owner for text in texts.values() if encoders.too_long(text.text)))
     if long:
         print(
@@ -198,7 +202,7 @@ def encode_texts(texts: Mapping[str, Text], weights: Weights, device: torch.devi
 Crops = Mapping[str, CroppedItem]  # of one picture, by key
 
 
-def encode_images(pictures: Sequence[Crops], run: RunFile, device: torch.device) -> None:
+def encode_images(pictures: Sequence[Crops], run: RunFile, device: torch.device, place: Place | None = None) -> None:
     """Writes the latents of the pictures' crops to the cache.
 
     Pictures are decoded ahead on other threads, and shards written on another, so that the VAE need not wait.
@@ -208,7 +212,7 @@ def encode_images(pictures: Sequence[Crops], run: RunFile, device: torch.device)
     def encode(pixels: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         return encode_pixels(vae, torch.stack(list(pixels)))
 
-    progress = _Progress(sum(map(len, pictures)), "images")
+    progress = _Progress(sum(map(len, pictures)), "images", place)
     with ShardWriter(run.cache) as writer, _read_ahead(read_crops, pictures, run) as crops:
         for bucket, group in groupby(crops, lambda crop: crop[1].bucket):
             at_once = max(1, PIXELS_AT_ONCE // (bucket[0] * bucket[1])) if device.type == "cuda" else 1
@@ -220,9 +224,9 @@ def encode_images(pictures: Sequence[Crops], run: RunFile, device: torch.device)
                 progress.advance(len(batch))
 
 
-def write_masks(pictures: Sequence[Crops], run: RunFile) -> None:
+def write_masks(pictures: Sequence[Crops], run: RunFile, place: Place | None = None) -> None:
     """Writes the masks of the pictures' crops to the cache."""
-    progress = _Progress(sum(map(len, pictures)), "masks")
+    progress = _Progress(sum(map(len, pictures)), "masks", place)
     with ShardWriter(run.cache) as writer, _read_ahead(read_masks, pictures, run) as masks:
         for key, _, mask in masks:
             writer.add(key, {"mask": mask})
@@ -252,7 +256,7 @@ def _require_finite(tensors: Mapping[str, torch.Tensor], owner: str) -> None:
         raise JobError([Problem(f"{owner}: encoding it gives numbers that are not finite", "Check the base's files")])
 
 
-def encode_part(run: RunFile, part: int, parts: int) -> None:
+def encode_part(run: RunFile, part: int, parts: int, place: Place | None = None) -> None:
     """Encodes this part's share of what is wanted and missing.
 
     The shares are cut from all that is wanted, not from what is missing: that changes while other parts write.
@@ -269,14 +273,14 @@ def encode_part(run: RunFile, part: int, parts: int) -> None:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, run.plan.threads))
     if texts:
-        encode_texts(texts, run.weights, device, run.cache)
+        encode_texts(texts, run.weights, device, run.cache, place)
         gc.collect()  # T5 has to be gone before the VAE comes
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if pictures:
-        encode_images(pictures, run, device)
+        encode_images(pictures, run, device, place)
     if masks:
-        write_masks(masks, run)
+        write_masks(masks, run, place)
 
 
 def encode_prompts(run: RunFile, prompts: Sequence[str]) -> None:
@@ -314,7 +318,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record_process(run.folder.processes, "prompts")
             encode_prompts(run, options.prompt)
         else:
-            encode_part(run, options.part, options.parts)
+            place = Place.take(options.part)
+            place.enter(Phase.ENCODING)
+            encode_part(run, options.part, options.parts, place)
     except JobError as error:
         print(error, file=sys.stderr, flush=True)
         return JOB_WRONG

@@ -6,7 +6,7 @@ which each does by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,16 @@ class Pipeline:
         self.stock = FluxPipeline(scheduler, vae.to(device), None, None, None, None, model)
         self.stock.set_progress_bar_config(disable=True)
 
-    def denoise(self, drawing: Drawing, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One picture's latent, packed: [1, tokens, 64]. Runs the model once for each of ``drawing.steps``."""
+    def denoise(
+        self, drawing: Drawing, text: Mapping[str, torch.Tensor], took_step: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        """One picture's latent, packed: [1, tokens, 64]. Runs the model once for each of ``drawing.steps``, and says so
+        each time."""
+
+        def took(_stock: FluxPipeline, _step: int, _time: torch.Tensor, kept: dict[str, Any]) -> dict[str, Any]:
+            took_step()
+            return kept
+
         settings: dict[str, Any] = {
             "prompt_embeds": text["prompt_embeds"][None].to(self.device),
             "pooled_prompt_embeds": text["pooled"][None].to(self.device),
@@ -39,6 +47,7 @@ class Pipeline:
             "num_inference_steps": drawing.steps,
             "guidance_scale": drawing.guidance,
             "generator": torch.Generator("cpu").manual_seed(drawing.seed),
+            "callback_on_step_end": took,
         }
         return self.stock(**settings, output_type="latent").images
 

@@ -86,6 +86,7 @@ class Prompts:
     def _wait(self, child: subprocess.Popen[bytes]) -> None:
         begun = time.monotonic()
         while child.poll() is None:
+            self.world.place.move()
             if self.world.stop_requested:
                 raise PromptsError("a signal came while new ones were encoded")
             if time.monotonic() - begun > ENCODE_LIMIT:

@@ -52,6 +52,7 @@ class Requests:
         """Waits while the file asks for it; whether a stop ended the wait."""
         while True:
             self._look()
+            self.world.place.move()
             stop, pause = self.world.any(self.world.stop_requested, self.pause)
             if stop or not pause:
                 return stop

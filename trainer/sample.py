@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,15 +27,18 @@ from bootstrap.cache import Cache
 from bootstrap.run_file import RunFile
 from bootstrap.volume import write_json
 from bootstrap.wanted import text_key
+from bootstrap.whereabouts import Phase
 from jobs.prompts import Drawing
 from trainer.alarm import Fault, alarm_text, fault_of
 from trainer.assistant import without_assistant
 from trainer.out_of_memory import is_out_of_memory
 from trainer.pipeline import Pipeline
 from trainer.prompts import Prompts
-from trainer.world import World
+from trainer.world import CONTROL_LIMIT, World
 
 log = logging.getLogger(__name__)
+
+MISSED = timedelta(seconds=60)  # in which processes that fail alike all have failed
 
 Texts = Mapping[str, Mapping[str, torch.Tensor]]  # by prompt
 Wanted = Sequence[tuple[int, Drawing]]  # with the place in the list of prompts
@@ -69,6 +73,7 @@ class Sampler:
 
     def draw(self, step: int) -> None:
         """Draws every prompt that has no picture of this step yet. A failure is a warning, on all processes alike."""
+        self.world.place.enter(Phase.SAMPLING)
         drawings = self.prompts.now()
         missing = [(i, each) for i, each in enumerate(drawings) if notes_of(self.path(step, i)) != notes(each, step)]
         missing = self.world.from_lead(missing)
@@ -123,21 +128,35 @@ class Sampler:
         fault: Fault = ""
         try:
             if drawing is not None:
-                latent = pipeline.denoise(drawing, texts[drawing.prompt])
+                latent = pipeline.denoise(drawing, texts[drawing.prompt], self.world.place.move)
             if self.sharded:
                 self._keep_company(turn, drawing.steps if drawing else 0, pipeline, texts)
             if number is not None and drawing is not None:
                 fault = self._finish(step, number, drawing, latent, pipeline)
+            drawn = Drawn(number, fault, stop=self.world.stop_requested)
         except Exception as failure:
-            return self._failed(failure)
-        return Drawn(number, fault, stop=self.world.stop_requested)
+            drawn = self._failed(failure)
+        self._meet(drawn.error)
+        return drawn
+
+    def _meet(self, error: str) -> None:
+        """A sharded model runs on all processes at once: where one fails in the middle of it, the others wait for its
+        share, and never come here. Where all fail alike, or after it, all are here soon, and training goes on."""
+        if not self.sharded:
+            return
+        try:
+            self.world.meet(MISSED if error else CONTROL_LIMIT)
+        except RuntimeError as missing:
+            if not error:
+                raise
+            raise RuntimeError(f"drawing samples failed where the others wait for this process: {error}") from missing
 
     def _keep_company(self, turn: Wanted, made: int, pipeline: Pipeline, texts: Texts) -> None:
         """Makes the forward passes that the longest drawing of the turn has beyond ``made``, for nothing."""
         rest = max(drawing.steps for _, drawing in turn) - made
         if rest:
             small = min((drawing for _, drawing in turn), key=lambda each: each.width * each.height)
-            pipeline.denoise(replace(small, steps=rest), texts[small.prompt])
+            pipeline.denoise(replace(small, steps=rest), texts[small.prompt], self.world.place.move)
 
     def _finish(self, step: int, number: int, drawing: Drawing, latent: torch.Tensor, pipeline: Pipeline) -> Fault:
         """Decodes and writes a picture; gives what is wrong with it that was not wrong before training: a toy's base

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -161,9 +161,9 @@ def create_files(part: Path, layouts: Iterable[Layout]) -> None:
 # ---------------------------------------------------------------- every process its rows
 
 
-def write_spans(path: Path, layout: Layout, writers: int, given_up: Event) -> list[Extent]:
+def write_spans(path: Path, layout: Layout, writers: int, given_up: Event, wrote: Callable[[], None]) -> list[Extent]:
     """This process's bytes, hashed while they are written, and down when it returns. Raises OSError, and DiscardedError
-    soon after ``given_up`` is set."""
+    soon after ``given_up`` is set. ``wrote`` is told of each run, by the thread that wrote it."""
     descriptor = os.open(path, os.O_WRONLY)
 
     def write(span: Span) -> Extent:
@@ -174,6 +174,7 @@ def write_spans(path: Path, layout: Layout, writers: int, given_up: Event) -> li
         if len(data) == RUN:
             # To the disk now, while other threads hash: left to the end, the disk would idle till then.
             os.fdatasync(descriptor)
+        wrote()
         return Extent(layout.name, span.offset, len(data), hashlib.sha256(data).hexdigest())
 
     try:
@@ -227,6 +228,7 @@ def _arriving(
     """On rank 0 every run of bytes of the file, in its order; elsewhere nothing, this process's runs being sent."""
     own = iter(spans)
     for offset, length, rank in order:
+        world.place.move()
         if rank == world.rank:
             data = next(own).tensor.cpu().contiguous().view(torch.uint8)
             if world.leads:

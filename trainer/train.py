@@ -29,11 +29,13 @@ from bootstrap.run_file import RunFile
 from bootstrap.state import State, StateError, Validated, best_of, list_states, read_state
 from bootstrap.tensor_files import TensorFileError
 from bootstrap.volume import Volume
+from bootstrap.whereabouts import End, Phase, Place
 from jobs.problem import JobError
 from trainer.adapter import paces
 from trainer.adapter_files import load_adapter, resume_adapter
+from trainer.agreement import Agreement
 from trainer.checkpoint import Saver, load_optimizer, publish_output
-from trainer.data import Latents, StepData, TrainingData
+from trainer.data import Batch, Latents, StepData, TrainingData
 from trainer.flow import image_losses
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
@@ -41,6 +43,7 @@ from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, StepSums
 from trainer.model import build_model, fill, keep_gathered, predict, sources
 from trainer.optimizer import Optimizer, OptimizerStateError
 from trainer.out_of_memory import is_out_of_memory, measure
+from trainer.pace import Pace
 from trainer.requests import Requests
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, make_schedule
@@ -100,8 +103,13 @@ class Training:
     start: int  # updates done before this process began
     done: int = field(default=0, init=False)  # updates that this process has seen the end of, those before it included
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
+    sizes: set[tuple[int, ...]] = field(default_factory=set, init=False)  # of batches so far
     postponed: bool = field(default=False, init=False)  # a save was due after a step that was no number
     validated: tuple[int, Validated | None] = field(default=(-1, None), init=False)  # of which step, and what was found
+
+    def __post_init__(self) -> None:
+        self.agreement = Agreement(self.model, self.tensors, self.start, self.world)
+        self.pace = Pace(self.world, self.run.weights.shape.width, sharded=self.tensors[0].sharded)
 
     @property
     def streamed_weights(self) -> StreamedWeights | None:
@@ -120,7 +128,9 @@ class Training:
             places = sources(weights.shape, [state.model], "bfl")
         else:
             places = sources(weights.shape, weights.transformer, weights.layout, weights.prefix)
+        world.place.enter(Phase.CHECKING)
         attention = choose_attention(run, world, run.read_items())  # before the model takes the memory
+        world.place.enter(Phase.LOADING)
         model = build_model(
             job, plan, weights.shape, world, lambda model: fill(model, places, world), assistant=run.assistant
         )
@@ -130,7 +140,8 @@ class Training:
     @classmethod
     def assemble(cls, run: RunFile, world: World, model: FluxTransformer2DModel, state: State | None) -> Training:
         """From a model that is ready to train: its data, its optimizer, and what a state brings back."""
-        job, plan = run.job, run.plan
+        job, plan, start = run.job, run.plan, state.step if state else 0
+        world.place.enter(Phase.SETTING_UP, start)
         data = TrainingData(run, run.read_items(), latents_of(run.weights.vae), world.rank)
         model.train()
         tensors = trained_tensors(model, world.rank, world.size, paces(job, run.weights.shape))
@@ -141,7 +152,6 @@ class Training:
             load_adapter(Volume(run.volume).resolve(job.lora.start), tensors, job.lora)
         if state:
             load_optimizer(state, optimizer)
-        start = state.step if state else 0
         schedule = make_schedule(job, plan.steps)
         sampler, validator = Sampler(run, model, world), Validator(run, model, world, data, start)
         requests, saver = Requests(run, world), Saver(run, world)
@@ -156,12 +166,16 @@ class Training:
 
     def steps(self) -> Iterator[int]:
         """Takes the steps that are left, one each time it is asked; gives how many updates are done."""
-        asked = time.monotonic()
+        asked = self.pace.begin()
         for step, data in enumerate(self.data.prepared(self.start, self.last), start=self.start):
-            self.metrics.record(self.take_step(step, data, time.monotonic() - asked))
+            waited = time.monotonic() - asked
+            record = self.take_step(step, data, waited)
+            self.metrics.record(record)
+            self.agreement.ask(step + 1, self.data.step(step), record.learning_rate)
+            self.pace.end(waited)
             self.done = step + 1
             yield step + 1
-            asked = time.monotonic()
+            asked = self.pace.begin()
 
     def take_step(self, step: int, data: StepData, waited: float) -> StepRecord:
         """One optimizer update from this process's passes; the loss is the mean over all the step's images.
@@ -174,6 +188,7 @@ class Training:
         sums = StepSums(world, waited)
         for number, batch in enumerate(data.batches, start=1):
             self.last_pass = number == len(data.batches)
+            self._enter_pass(step, batch)
             if not self.run.plan.reshard_after_forward:
                 keep_gathered(self.model, not self.last_pass)
             batch = batch.to(world.device)
@@ -182,6 +197,7 @@ class Training:
             loss = (losses * batch.weights).sum() / data.images
             sums.add(loss, losses, batch.weights, batch.sigma)
             if self.last_pass:  # whose backward may update: every process must know by then whether to
+                self.pace.meet()
                 dist.all_reduce(sums.values)
                 self.optimizer.begin_step(step, learning_rate, torch.isfinite(sums.loss).float())
             loss.backward()
@@ -202,8 +218,17 @@ class Training:
     def validate(self, step: int, saving: bool = False) -> None:
         """Tries the model on pictures it is not shown, where it is time to. ``saving``: a state is saved next."""
         if self.validator.due(step, saving):
+            self.world.place.enter(Phase.VALIDATING)
             self.validated = step, self.validator.round(step, self.metrics)
             self.metrics.restart_clock("validation")
+
+    def _enter_pass(self, step: int, batch: Batch) -> None:
+        """Says that a pass begins; the first one of a size may compile for minutes."""
+        self.pace.enter_pass(batch, self.last_pass)
+        size = tuple(batch.noisy.shape)
+        compiles = self.run.plan.compile and size not in self.sizes
+        self.sizes.add(size)
+        self.world.place.enter(Phase.COMPILING if compiles else Phase.TRAINING, step)
 
     def save(self, step: int) -> None:
         """Begins a state, once the one before it stands. A volume that does not take it is told, and ends the run where
@@ -213,7 +238,9 @@ class Training:
         for a weight that is no number, and NonFiniteLossError where there is no next step.
         """
         self.publish()
+        self.world.place.enter(Phase.SAVING)
         self.metrics.flush()
+        self.agreement.answer()
         if streamed := self.streamed_weights:
             streamed.settle()
         self.postponed = bool(self.metrics.wrong)
@@ -234,6 +261,7 @@ class Training:
         """Makes what was begun a state, waiting for it to be written."""
         if self.saver.writing is None:
             return
+        self.world.place.enter(Phase.SAVING)
         with self._told_when_not_saved(self.saver.writing.step):
             self.state = self.saver.publish()
             self.metrics.took("save", self.saver.stood_still)
@@ -255,6 +283,7 @@ class Training:
             return False
         self.publish()
         newest = self.state.step if self.state else 0
+        self.world.place.enter(Phase.PAUSED)
         log.info("paused after step %d, saved is step %d: remove %s to go on", step, newest, self.run.folder.pause)
         stop = self.requests.rest()
         log.info("going on after the pause" if not stop else "stopped during the pause")
@@ -294,6 +323,7 @@ class Training:
         """The output from the last state, or from the best one where the job says so."""
         self.publish()
         assert self.state is not None
+        self.world.place.enter(Phase.FINISHING)
         output, validation = self.state, self.run.job.validation
         if self.world.leads:
             if validation and validation.best == "output":
@@ -372,15 +402,15 @@ def latents_of(vae: Path) -> Latents:
     return Latents(shift=config["shift_factor"], scale=config["scaling_factor"])
 
 
-def failure(error: BaseException, step: int, during: str = "training", process: int = 0) -> Outcome:
+def failure(error: BaseException, place: Place, during: str = "training") -> Outcome:
     """What an error means: whose it is, and what to do."""
-    text = f"{error}"
+    text, step = f"{error}", place.step
     if isinstance(error, (JobError, LoraFileError, OptimizerStateError, StateError, TensorFileError)):
         return Outcome(JOB_WRONG, text, step)
     if isinstance(error, PodError):
         return Outcome(POD_WRONG, text, step)
     if is_out_of_memory(error):  # the entrypoint, which knows the pod, tells the ways out
-        shortage = measure(error, during, process)
+        shortage = measure(error, during, place.number)
         return Outcome(POD_WRONG, f"out of GPU memory: {shortage}", step, shortage)
     if isinstance(error, MemoryError):
         return Outcome(POD_WRONG, f"{text}: take a pod with more RAM, or an optimizer with smaller states", step)
@@ -388,7 +418,7 @@ def failure(error: BaseException, step: int, during: str = "training", process: 
         return Outcome(CRASH, f"{text}; the newest state stands. A lower learning_rate usually helps.", step)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Outcome(POD_WRONG, f"the volume is full ({text}): make room, or choose a larger one", step)
-    return Outcome(CRASH, f"{type(error).__name__}: {text}", step)
+    return Outcome(CRASH, f"{type(error).__name__}: {text} ({place.told()})", step)
 
 
 def at_work_on(training: Training | None) -> str:
@@ -402,23 +432,25 @@ def at_work_on(training: Training | None) -> str:
 def main(run_file: Path) -> int:
     run = RunFile.read(run_file)
     rank = int(os.environ.get("RANK", "0"))
+    place = Place.take(rank)
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     training: Training | None = None
     try:
-        with join_world(run) as world:
+        with join_world(run, place) as world:
             training = Training.set_up(run, world)
             outcome = train(training)
             if world.leads:
                 outcome.write(run.folder.outcome)
         return outcome.code
     except Exception as error:
-        # Not a clean-up: the other processes may wait in a collective that this one will never enter. The launcher
-        # ends them when it sees this one go.
+        # Not a clean-up: the other processes may wait in a collective that this one will never enter. The entrypoint
+        # ends them when it sees this one go, or else the launcher.
         traceback.print_exc()
         # The first to fail tells why: what the others see then is only that it is gone.
         if not run.folder.outcome.exists():
-            failure(error, 0, at_work_on(training), rank).write(run.folder.outcome)
+            failure(error, place, at_work_on(training)).write(run.folder.outcome)
+        place.ends(End.FAILED)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

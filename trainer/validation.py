@@ -114,6 +114,7 @@ class Validator:
             for turn, batch in self._prepared():
                 if self.world.any(self.world.stop_requested)[0]:
                     return None
+                self.world.place.move()
                 batch = batch.to(self.world.device)
                 prediction = predict(self.model, batch, self.run.job.guidance, self.run.job.t5_mask)
                 found[turn.first] = image_losses(prediction, batch.target, batch.mask)[: len(turn.views)]

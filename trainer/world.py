@@ -6,9 +6,10 @@ goes through a second group on the CPU with its own time limits, so that a slow 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,13 +21,17 @@ from accelerate import PartialState
 
 from bootstrap.processes import record_process
 from bootstrap.run_file import RunFile
+from bootstrap.whereabouts import End, Phase, Place
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# The last resort, where nobody watches (entrypoint/watch.py is sooner, and knows the phase).
 # A collective of gradients waits at most this long: longer than a compile of every block on a slow host (about 5 min).
 STEP_LIMIT = timedelta(minutes=20)
 # A control message waits this long: longer than a full state on a volume of 50 MB/s (45 GiB in 15 min).
 CONTROL_LIMIT = timedelta(minutes=60)
+NCCL_SETTINGS = ("NCCL_", "TORCH_NCCL_")  # begin the names of its environment
 
 
 @dataclass
@@ -35,6 +40,7 @@ class World:
     size: int
     device: torch.device
     control: dist.ProcessGroup
+    place: Place = field(default_factory=Place.unwatched)  # where this process is, for who watches
     stop_requested: bool = field(default=False, init=False)
 
     @property
@@ -73,17 +79,20 @@ class World:
                 kind, text = told
                 raise kind(f"process {rank}: {text}")
 
-    def meet(self) -> None:
-        dist.monitored_barrier(group=self.control, timeout=CONTROL_LIMIT)
+    def meet(self, limit: timedelta = CONTROL_LIMIT) -> None:
+        """Waits until all are here. Raises RuntimeError, which names who is missing (on rank 0), after ``limit``."""
+        dist.monitored_barrier(group=self.control, timeout=limit)
 
 
 @contextmanager
-def join_world(run: RunFile) -> Iterator[World]:
+def join_world(run: RunFile, place: Place | None = None) -> Iterator[World]:
     """Joins the group that the launcher started, and leaves it in order.
 
     Raises RuntimeError where the launcher started another number of processes than planned (a launcher that starts one
     instead of two trains without a word, at half the speed).
     """
+    place = place or Place.unwatched()
+    place.enter(Phase.MEETING)
     on_cpu = run.plan.device == "cpu"
     # Streams wait for other processes (trainer/peer_copies.py): each needs a queue of its own, or one that waits holds
     # up what another one waits for. Eight is the default; it is read when CUDA starts.
@@ -99,14 +108,42 @@ def join_world(run: RunFile) -> Iterator[World]:
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    world = World(rank, size, device, dist.new_group(backend="gloo", timeout=CONTROL_LIMIT))
+    world = World(rank, size, device, dist.new_group(backend="gloo", timeout=CONTROL_LIMIT), place)
     answer_signals(world)
+    tell_devices(world, run.plan.gpus)
     yield world
+    place.enter(Phase.LEAVING)
     world.meet()
     # The launcher sends TERM to the others as soon as one leaves; all are done here, so it must not matter.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Not after an error: NCCL's end waits for the other processes, which may wait in a collective for this one.
     dist.destroy_process_group()
+    place.ends(End.LEFT)
+
+
+def tell_devices(world: World, gpus: Sequence[int]) -> None:
+    """Each process's device, and how NCCL was told to connect them, into the log. ``gpus``: nvidia-smi's indices.
+
+    Raises RuntimeError where two processes have the same card.
+    """
+    cuda = world.device.type == "cuda"
+    found = torch.cuda.get_device_properties(world.device) if cuda else None
+    own = (
+        (str(getattr(found, "uuid", world.rank)), f"{found.name}, {found.total_memory / 2**30:.1f} GiB")
+        if found
+        else ("", "CPU")
+    )
+    cards = world.gather(own)
+    if found and len({uuid for uuid, _ in cards}) < world.size:
+        raise RuntimeError(f"several processes were given the same GPU: {', '.join(name for _, name in cards)}")
+    if not world.leads:
+        return
+    for rank, (_, name) in enumerate(cards):
+        log.info("process %d of %d: %s", rank, world.size, f"GPU {gpus[rank]}, {name}" if gpus else name)
+    if found and world.size > 1:
+        settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(NCCL_SETTINGS)]
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        log.info("NCCL %s, %s", version, ", ".join(settings) or "with nothing set in the environment")
 
 
 def answer_signals(world: World) -> None:

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.nvidia_smi import parse_gpus, parse_health, parse_processes, read_gpus, read_health
+from bootstrap.nvidia_smi import (
+    Load,
+    parse_gpus,
+    parse_health,
+    parse_loads,
+    parse_processes,
+    read_gpus,
+    read_health,
+    read_loads,
+)
 from tests.fake_nvidia_smi import A40, A40_2, printing, smi
 
 MIB = 1 << 20
@@ -180,3 +189,17 @@ def test_health_by_the_older_name_of_the_clock_field(tmp_path: Path) -> None:
     assert health.slowed == ()
     assert read_health(0, smi(tmp_path, "sleep 60"), time_limit=0.2).temperature is None
     assert read_health(0, str(tmp_path / "absent")).temperature is None
+
+
+def test_what_cards_do_now() -> None:
+    answer = "0, 98, 72192, 1755, 651.20, 61\n1, [N/A], 1024, [N/A], ERR!, 40\nNo devices were found\n2, 5\n"
+    assert parse_loads(answer) == {
+        0: Load(98.0, 70.5, 1755.0, 651.2, 61.0),
+        1: Load(None, 1.0, None, None, 40.0),
+    }
+
+
+def test_loads_of_an_nvidia_smi_that_fails(tmp_path: Path) -> None:
+    assert read_loads(str(tmp_path / "absent")) == {}
+    assert read_loads(smi(tmp_path, "exit 9")) == {}
+    assert read_loads(smi(tmp_path, "sleep 30"), time_limit=0.2) == {}

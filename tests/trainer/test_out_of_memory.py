@@ -47,7 +47,7 @@ TOLD = (
 )
 def test_what_ran_out(error: Exception, ran_out: bool) -> None:
     assert is_out_of_memory(error) is ran_out
-    assert (failure(error, 0).shortage is not None) is ran_out
+    assert (failure(error, Place.unwatched()).shortage is not None) is ran_out
 
 
 def test_a_compiler_that_ran_out_says_so_inside() -> None:
@@ -71,11 +71,11 @@ def test_the_figures_are_those_of_the_moment() -> None:
 
 
 def test_the_outcome_says_where_and_how_much() -> None:
-    outcome = failure(torch.OutOfMemoryError(TOLD), 0, "step 4", 1)
+    outcome = failure(torch.OutOfMemoryError(TOLD), Place.unwatched(1), "step 4")
     assert outcome.code == POD_WRONG
     assert outcome.reason.startswith("out of GPU memory: in step 4 process 1 held 40.2 GiB and asked for 2.5 GiB more")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in outcome.reason
-    assert failure(ZeroDivisionError("x"), 0).code == CRASH
+    assert failure(ZeroDivisionError("x"), Place.unwatched()).code == CRASH
 
 
 def test_where_a_process_is() -> None:
