@@ -12,6 +12,7 @@ import torch
 
 from bootstrap.gpus import GIB
 from bootstrap.outcome import CRASH, POD_WRONG
+from bootstrap.whereabouts import Place
 from trainer.encode import load_vae
 from trainer.out_of_memory import (
     decode_in_tiles,
