@@ -135,7 +135,7 @@ def prepared(volume: Volume, resume: State | None = None, **keys: Any) -> RunFil
     weights = fetch_weights(job, volume, None, lambda line: None)
     dataset = scan(job, volume)
     assistant = assistant_bytes(job, weights.shape, volume)
-    plan = replace(make_plan(job, POD, weights.shape, dataset.summary(), assistant), threads=1)
+    plan = replace(make_plan(job, POD, weights.shape, dataset.summary(), assistant=assistant), threads=1)
     run = RunFile(job, plan, weights, volume.root, resume.path if resume else None, find_assistant(job, volume))
     assert not run.folder.root.exists(), f"there is a run called {job.name} already"
     run.write(dataset.items, dataset.held_out)
