@@ -41,7 +41,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER = 100_000_000  # the format's own limit
 BLOCK = 64 * 1024 * 1024  # bytes of one read or write call
 READ = 32 * 1024 * 1024  # bytes read ahead at a time while a model is loaded
-BUFFERS = 3  # of that size: one is copied from, one is read into, one waits
+BUFFERS = 3  # of that size: one is copied from, two are read into
+READERS = 2  # threads: one waits for the disk while the other one's bytes are copied out of the page cache
 EIO_WAITS = (1.0, 5.0, 15.0)  # seconds before a read that failed is tried again: network volumes have such moments
 
 
@@ -159,22 +160,36 @@ class _Block:
     size: int
     parts: tuple[tuple[torch.Tensor, torch.dtype], ...]  # flat pieces of targets, in order, and the file's dtype
 
+    @property
+    def ready(self) -> bool:
+        """Whether the bytes are the targets' as they lie in the file."""
+        return all(target.device.type == "cpu" and target.dtype == dtype for target, dtype in self.parts)
+
+    def read(self, descriptor: int, buffer: torch.Tensor) -> None:
+        """Into the targets themselves where they can be read so, else into the buffer."""
+        if not self.ready:
+            read_into(descriptor, memoryview(buffer.numpy().data)[: self.size], self.offset)
+            return
+        place = self.offset
+        for target, _ in self.parts:
+            read_into(descriptor, bytes_of(target), place)
+            place += target.nbytes
+
 
 def load_rows(path: Path, wanted: Iterable[Rows]) -> None:
-    """Fills every target from the file, in the order of its bytes: one thread reads ahead while this one copies.
+    """Fills every target from the file, about in the order of its bytes: others read ahead while this thread copies.
 
-    Beside the targets it takes BUFFERS x READ bytes of host memory, and nothing is read that is not wanted.
+    Beside the targets it takes at most BUFFERS x READ bytes of host memory, and nothing is read that is not wanted.
     """
     blocks = _blocks(read_header(path).tensors, wanted)
     on_gpu = any(target.is_cuda for block in blocks for target, _ in block.parts)
     size = min(READ, max((block.size for block in blocks), default=0))
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(BUFFERS)]
     reading: deque[tuple[_Block, torch.Tensor, Future[None]]] = deque()
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for block, buffer in zip(blocks, cycle(buffers), strict=False):
-            target = memoryview(buffer.numpy().data)[: block.size]
-            reading.append((block, buffer, pool.submit(read_into, file.fileno(), target, block.offset)))
+            reading.append((block, buffer, pool.submit(block.read, file.fileno(), buffer)))
             if len(reading) == BUFFERS:
                 _copy_next(reading)
         while reading:
@@ -206,14 +221,12 @@ def _blocks(entries: Mapping[str, TensorEntry], wanted: Iterable[Rows]) -> list[
 def _copy_next(reading: deque[tuple[_Block, torch.Tensor, Future[None]]]) -> None:
     block, buffer, read = reading.popleft()
     read.result()
+    if block.ready:
+        return
     position = 0
     for target, dtype in block.parts:
         data = buffer[position : position + target.numel() * dtype.itemsize]
         position += data.numel()
-        if target.device.type == "cpu" and target.dtype == dtype:
-            # On this thread: torch would share it among all, who wait for one another on a busy machine.
-            bytes_of(target)[:] = bytes_of(data)
-            continue
         if data.storage_offset() % dtype.itemsize:
             data = data.clone()  # a view of numbers begins at a multiple of their size
         target.copy_(data.view(dtype))
