@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bootstrap.estimate import TILE, Arrangement, Work, decimal, in_gib, streamed_bytes
+from bootstrap.estimate import TILE, Arrangement, Work, decimal, in_gib, linear_layers, streamed_bytes
+from bootstrap.lora_targets import adapters_of
 from bootstrap.pod import Gpu, Pod
 from bootstrap.precision import ERRORS, FAITHFULNESS, MOST_FAITHFUL, base_bytes
 from bootstrap.ways import needs_whole_model, peak_of, usable_memory
@@ -63,7 +65,7 @@ def explain(
     reason = "a fifth faster; the first step takes a minute or more" if gpus else "only pays on a GPU"
     choices.append(Choice("compile", _on(way.compiled), told("compile", reason)))
     if work.lora:
-        choices.append(_explain_base(work, way, told, instead))
+        choices += [_explain_base(work, way, told, instead), _explain_adapter(job, work)]
     choices += [_explain_update(job, way, told), _explain_states(job, work, way, told, instead)]
     if way.streamed:
         size = decimal(streamed_bytes(work, way.streamed))
@@ -93,6 +95,15 @@ def _explain_base(work: Work, way: Arrangement, told: Callable[[str, str], str],
     better = [name for name in MOST_FAITHFUL if FAITHFULNESS[name] < FAITHFULNESS[way.base]]
     others = "; ".join(f"{name} {instead(base=name, **least)}" for name in better)
     return Choice("base", way.base, told("base_precision", f"{size}, off by {ERRORS[way.base]:.1%}; {others}"))
+
+
+def _explain_adapter(job: Job, work: Work) -> Choice:
+    assert job.lora is not None
+    layers = Counter(layer.rank for layer in adapters_of(linear_layers(work.shape), job.lora).values())
+    ranks = ", ".join(f"rank {rank} in {count} layers" for rank, count in sorted(layers.items()))
+    kind = "DoRA" if work.dora else "LoRA"
+    beside = f"; beside it assistant_lora, {decimal(work.assistant)}, frozen" if work.assistant else ""
+    return Choice("adapter", f"{work.trained / 1e6:.1f} M parameters", f"{kind}, in fp32: {ranks}{beside}")
 
 
 def _explain_update(job: Job, way: Arrangement, told: Callable[[str, str], str]) -> Choice:

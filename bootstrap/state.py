@@ -70,6 +70,7 @@ class Manifest:
     saved: str = ""  # when, UTC
     optimizer_args: dict[str, Any] | None = None
     validation: Validated | None = None
+    assistant_lora: str | None = None
     resume_from: int | None = None  # of the job that made it: the step that this line of states branches off at
 
 

@@ -258,6 +258,7 @@ class Saver:
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizer_args=job.optimizer_args,
             validation=writing.validated,
+            assistant_lora=job.assistant_lora,
             resume_from=job.resume_from,
         )
 

@@ -10,6 +10,7 @@ import torch
 
 from bootstrap.bases import FLUX_TINY
 from bootstrap.outcome import JOB_WRONG
+from bootstrap.resume import resume_problems
 from bootstrap.volume import Volume
 from tests.loras import write_lora
 from tests.training import fill_volume, prepared, train, trained
@@ -44,6 +45,7 @@ def volume(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path) -> Volume:
 def test_a_run_goes_on_to_the_bit_and_is_the_same_on_two_processes(volume: Volume) -> None:
     whole = trained(volume, name="whole", **KEYS)
     half = trained(volume, name="half", **KEYS | {"steps": 2})
+    assert resume_problems(half.states[-1], whole.run.job) == []
     rest = trained(volume, half.states[-1], name="rest", **KEYS)
     assert half.values("loss") + rest.values("loss") == whole.values("loss")
     assert rest.weights.keys() == whole.weights.keys()
