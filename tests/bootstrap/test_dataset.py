@@ -376,3 +376,57 @@ def test_masks_in_a_zip_for_pictures_in_a_zip(volume: Volume, folder: Path) -> N
     mask = read_item(item, volume)[1]
     assert mask is not None
     assert mask.size == (64, 64)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def digests(items: tuple[Any, ...]) -> set[str]:
+    return {item.digest for item in items}
+
+
+def test_a_share_of_the_pictures_is_held_out_at_all_sizes_and_counts_nowhere_else(volume: Volume, folder: Path) -> None:
+    for number in range(20):
+        picture(folder / f"{number}.png", colour=f"#0000{number:02x}", caption="a")
+    plain = scan(job(resolution=[64, 128]), volume)
+    data = scan(job(resolution=[64, 128], validation={"fraction": 0.3}), volume)
+    held = len(digests(data.held_out))
+    assert 0 < held < 20
+    assert not digests(data.items) & digests(data.held_out)
+    assert sorted(data.items + data.held_out, key=str) == sorted(plain.items, key=str)
+    assert (data.images, data.captions, data.summary().items_per_epoch) == (20 - held, 20 - held, 40 - 2 * held)
+    assert any(note.startswith(f"validation: {held} pictures are held out") for note in data.notes)
+
+
+def test_the_same_picture_in_two_folders_is_held_out_in_both(volume: Volume) -> None:
+    for number in range(8):
+        for name in ("a", "b"):
+            picture(volume.datasets / name / f"{number}.png", colour=f"#0000{number:02x}")
+    data = scan(job({"path": "datasets/a"}, {"path": "datasets/b"}, validation={"fraction": 0.5}), volume)
+    assert len(data.held_out) == 2 * len(digests(data.held_out))
+    assert not digests(data.items) & digests(data.held_out)
+
+
+def test_pictures_of_a_folder_of_their_own_are_dressed_as_the_first_dataset(volume: Volume, folder: Path) -> None:
+    picture(folder / "a.png", colour="red")
+    picture(volume.datasets / "others" / "b.png", colour="blue", caption="a blue one")
+    picture(volume.datasets / "others" / "again.png", colour="red")  # trained on: tells nothing
+    wanted = job({"path": "datasets/d", "repeats": 5, "trigger": "sks"}, validation={"path": "datasets/others"})
+    data = scan(wanted, volume)
+    assert names(data) == ["a.png"]
+    (other,) = data.held_out
+    assert (other.path, other.caption, other.repeats, other.dataset) == ("datasets/others/b.png", "a blue one", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("validation", "told"),
+    [
+        ({"path": "datasets/d"}, "every picture of datasets/d is also trained on"),
+        ({"path": "datasets/nowhere"}, "validation.path"),
+        ({"fraction": 0.5}, "holds out every picture"),
+    ],
+)
+def test_nothing_is_left(validation: dict[str, Any], told: str, volume: Volume, folder: Path) -> None:
+    picture(folder / "a.png")
+    (found,) = problems(job(validation=validation), volume)
+    assert told in found

@@ -17,6 +17,8 @@ from bootstrap.state import (
     OPTIMIZER_FILE,
     VERSION,
     StateError,
+    Validated,
+    best_of,
     folder_name,
     list_states,
     newest_whole,
@@ -308,3 +310,19 @@ def test_a_kill_in_mid_removal_leaves_nothing_that_looks_like_a_state(
 def test_a_manifest_is_readable_by_people(tmp_path: Path) -> None:
     value = json.loads((make_state(tmp_path, 500) / MANIFEST).read_text())
     assert (value["step"], value["files"].keys()) == (500, {MODEL_FILE, OPTIMIZER_FILE})
+
+
+def test_the_state_of_the_lowest_validation_loss_stays(tmp_path: Path) -> None:
+    losses = {100: 0.1, 200: 0.5, 300: 0.4, 400: None, 500: 0.6}
+    for step, loss in losses.items():
+        pictures = "others" if step == 100 else "these"  # of other pictures: not compared
+        make_state(tmp_path, step, validation=None if loss is None else Validated(loss, pictures))
+    best = best_of(list_states(tmp_path)[0])
+    assert best is not None
+    assert best.step == 300
+    prune(tmp_path, 500, Save(every=1, states=1, weights=1), keep_best=True)
+    assert inside(tmp_path) == {"step-000300": WEIGHTS, "step-000500": BOTH}
+    make_state(tmp_path, 600, validation=Validated(0.3, "these"))
+    prune(tmp_path, 600, Save(every=1, states=1, weights=1), keep_best=True)
+    assert inside(tmp_path) == {"step-000600": BOTH}
+    assert best_of([]) is None

@@ -19,11 +19,13 @@ from bootstrap.wanted import (
     Crop,
     Wanted,
     crop_at,
+    crop_tried,
     crops_of,
     latent_key,
     mask_key,
     text_at,
     text_key,
+    text_tried,
 )
 from bootstrap.weights import Weights
 from jobs.schema import DatasetEntry, Job
@@ -240,3 +242,16 @@ def test_the_key_of_a_mask_hangs_on_the_mask_not_on_the_picture() -> None:
     ]
     keys = {mask_key(each, CENTRE) for each in others} | {mask_key(of_file, replace(CENTRE, mirrored=True))}
     assert len(keys) == 6
+
+
+def test_what_validation_tries_is_wanted_as_it_is_tried() -> None:
+    dataset = {"path": "d", "flip": True, "wildcards": True}
+    job = make_job(datasets=[dataset], validation={"images": 2})
+    held = tuple(item(str(number), f"{number:064x}", "{a|b|c}", mask="alpha") for number in (7, 8, 9))
+    wanted = Wanted.of(job, PLAN, (item("x", "1", "plain"),), weights(), held)
+    used = [one for one in held if latent_key(one, crop_tried(job, one), weights()) in wanted.crops]
+    assert len(used) == 2
+    assert len(wanted.crops) == 2 + 2  # both ways of the picture that is trained on
+    assert all(text_key(text_tried(job, one), weights(), False) in wanted.texts for one in used)
+    assert all(mask_key(one, crop_tried(job, one)) in wanted.masks for one in used)
+    assert len(Wanted.of(make_job(datasets=[dataset]), PLAN, (), weights(), held)) == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from bootstrap.manifest import KnownFile, Manifest, find_fetched
 from bootstrap.outcome import DONE, JOB_WRONG, Outcome
-from bootstrap.state import list_states
+from bootstrap.state import Validated, folder_name, list_states
 from bootstrap.volume import Volume
 from entrypoint import cli
 from entrypoint.clean import KINDS, Kind, clean, find
@@ -262,3 +263,12 @@ def test_fetched_datasets_that_no_job_names_may_go(tmp_path: Path) -> None:
     found, kept = find(volume, 7, ("datasets",), time.time())
     assert [each.path.name for each in found] == [".x.arrived.1.part", "x.arrived"]
     assert "b.yaml cannot be read" in kept[0]
+
+
+def test_the_weights_of_the_lowest_validation_loss_stay(volume: Volume) -> None:
+    end(volume, "best")
+    for step, loss in ((250, 0.5), (500, 0.3), (750, 0.4)):
+        shutil.rmtree(volume.run("best").states / folder_name(step))
+        make_state(volume.run("best").states, step, whole=False, validation=Validated(loss, "these"))
+    age(volume.root, 30)
+    assert [name for name in names(volume) if "best" in name] == ["runs/best/states/step-000250"]

@@ -33,6 +33,8 @@ ENCODERS = {"clip": "c", "t5": "t"}
             {"optimizer": "Prodigy", "lora": {"layers": [LAYER | {"learning_rate": 1}]}},
             ("lora", "layers", 0, "learning_rate"),
         ),
+        ({"validation": {"path": "d", "fraction": 0.1}}, ("validation", "fraction")),
+        ({"validation": {"path": "https://example.org/a.zip"}}, ("validation", "path")),
         ({"optimizer_args": {"lr": 1}}, ("optimizer_args", "lr")),
         ({"optimizer_args": {"weight_decay": 1}}, ("optimizer_args", "weight_decay")),
         ({"optimizer": "AdamW8bit", "optimizer_args": {"amsgrad": True}}, ("optimizer_args", "amsgrad")),

@@ -85,3 +85,16 @@ def test_unknown_keys_are_refused_everywhere(keys: dict[str, Any]) -> None:
 def test_single_files_are_known_by_their_ending() -> None:
     assert is_single_file("models/flux1-dev.safetensors")
     assert not is_single_file("black-forest-labs/FLUX.1-dev")
+
+
+@pytest.mark.parametrize(
+    ("written", "fraction", "path"),
+    [({}, 0.1, None), ({"fraction": 0.3}, 0.3, None), ({"fraction": None}, 0.1, None), ({"path": "d"}, None, "d")],
+)
+def test_validation_holds_out_a_tenth_unless_a_folder_is_given(
+    written: dict[str, Any], fraction: float | None, path: str | None
+) -> None:
+    assert job().validation is None
+    validation = job(validation=written).validation
+    assert validation is not None
+    assert (validation.fraction, validation.path, validation.keeps_best) == (fraction, path, False)
