@@ -208,6 +208,7 @@ def mirrored(run: RunFile, environ: Mapping[str, str], hurry: Callable[[], bool]
 
 def main(run_file: Path) -> int:
     key = os.environ.get(KEY, "")
+    os.nice(10)  # the CPUs are the trainer's
     ended = Event()
 
     def wait_for_the_end() -> None:

@@ -355,7 +355,7 @@ TABLE: Table = (
     ("sample.network_multiplier", missing("Samples are drawn with the adapter as it is", 1)),
     ("sample.guidance_rescale sample.do_cfg_norm sample.extra_values", missing("Samples are drawn as FLUX does")),
     ("save.push_to_hub save.hf_repo_id save.hf_private", missing("Nothing is uploaded. Take output/ from the volume")),
-    ("logging.use_wandb", missing("Curves are in tensorboard/ and metrics.jsonl")),
+    ("logging.use_wandb", missing(shared.WANDB)),
     ("train.min_denoising_steps", missing("All noise levels are trained; shift them with timestep_sampling")),
     (
         "train.max_denoising_steps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jobs.convert import shared
 from jobs.convert.draft import Given, Table, missing, no_need
 from jobs.convert.sd_scripts import expanded, literal, put
 
@@ -95,5 +96,5 @@ TABLE: Table = (
         "train_dir batch_size",
         no_need("captions are read from beside the pictures, and pictures are sorted at the start"),
     ),
-    ("use_wandb", missing("Curves are in tensorboard/ and metrics.jsonl")),
+    ("use_wandb", missing(shared.WANDB)),
 )

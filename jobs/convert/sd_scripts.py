@@ -433,6 +433,17 @@ def _sample(draft: Draft, names: Sequence[str]) -> None:
         draft.notes.append("The source does not say when to draw, and so never does. Here it is every 250 steps.")
 
 
+def _validation(draft: Draft, names: Sequence[str]) -> None:
+    share, steps = draft.number("validation_split", 0), draft.count("validate_every_n_steps")
+    if share <= 0:
+        draft.not_needed(names, "nothing is held out")
+        return
+    draft.write("validation.fraction", min(share, 0.5), "validation_split", remark="" if share <= 0.5 else "at most")
+    if steps > 0:
+        draft.write("validation.every", steps, "validate_every_n_steps")
+    missing("Write validation.every in steps")(draft, ["validate_every_n_epochs"])
+
+
 def _upscale(draft: Draft, names: Sequence[str]) -> None:
     for name in names:
         if draft.value(name) is not None:
@@ -583,17 +594,16 @@ TABLE: Table = (
         missing("Nothing is uploaded. Take output/ from the volume"),
     ),
     ("huggingface_token", missing(shared.TOKENS)),
-    ("wandb_api_key", no_need(shared.LOGGED)),
+    ("wandb_api_key", no_need(shared.WANDB)),
     (
         "metadata_title metadata_author metadata_description metadata_license metadata_tags metadata_usage_hint "
         "metadata_thumbnail metadata_merged_from metadata_trigger_phrase metadata_preprocessor "
         "metadata_is_negative_embedding training_comment",
         missing("The file carries no such remarks; keep them beside it"),
     ),
-    (
-        "validation_seed validation_split validate_every_n_steps validate_every_n_epochs max_validation_steps",
-        missing("There is no validation set; leave those pictures out of the folder"),
-    ),
+    ("validation_split validate_every_n_steps validate_every_n_epochs", _validation),
+    ("validation_seed", no_need("each picture's own bytes decide whether it is held out")),
+    ("max_validation_steps", no_need("a round tries at most 16 images (validation.images)")),
     ("caption_dropout_every_n_epochs", missing("Write a share of the images as caption_dropout")),
     ("controlnet_model_name_or_path train_inpainting", missing("Only plain FLUX is trained")),
     (

@@ -30,10 +30,7 @@ APART = {"path": "datasets/others", "every": 2, "images": 5}
 def volume(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path) -> Volume:
     def fill(root: Path) -> None:
         volume = fill_volume(root, flux_tiny)
-        draw_dataset(volume.datasets / "all", 16)
-        (volume.datasets / "others").mkdir()
-        for file in sorted((volume.datasets / "all").iterdir())[-12:]:  # six pictures that "drawn" has not
-            shutil.move(file, volume.datasets / "others" / file.name)
+        draw_dataset(volume.datasets / "others", 6, seed=2)
 
     return Volume(shared_folder(tmp_path_factory, "validation", fill))
 

@@ -503,3 +503,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(JobError):
         convert(tmp_path / "a.toml")
+
+
+def test_a_share_held_out_becomes_validation(tmp_path: Path) -> None:
+    held = {"validation_split": 0.7, "validate_every_n_steps": 100, "validation_seed": 3}
+    validation = convert(changed(tmp_path, "gui-lora.json", held)).loaded.job.validation
+    assert validation is not None
+    assert (validation.fraction, validation.every) == (0.5, 100)
+    none = changed(tmp_path, "gui-lora.json", {"validation_split": 0.0, "validate_every_n_steps": 100})
+    assert convert(none).loaded.job.validation is None
