@@ -349,7 +349,7 @@ TABLE: Table = (
             "An adapter's single values are dropped, by lora.dropout; a lower rank keeps from learning by heart too"
         ),
     ),
-    ("model.lora_path", missing("Merge this LoRA into the base first, and name that file as base")),
+    ("model.lora_path", missing("Put it into the base first with `fluxpod merge`, and name that file as base")),
     ("model.inference_lora_path", missing("Samples are drawn with the trained adapter alone")),
     ("sample.neg", missing("FLUX draws without a negative prompt")),
     ("sample.network_multiplier", missing("Samples are drawn with the adapter as it is", 1)),

@@ -565,7 +565,7 @@ TABLE: Table = (
     ("dim_from_weights", missing("Write the rank of the file as lora.rank")),
     (
         "base_weights base_weights_multiplier",
-        missing("Merge the adapter into the base first, and name that file as base"),
+        missing("Put it into the base first with `fluxpod merge`, and name that file as base"),
     ),
     (
         "loraplus_lr_ratio loraplus_unet_lr_ratio loraplus_text_encoder_lr_ratio network_args.loraplus_lr_ratio "

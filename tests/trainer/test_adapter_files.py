@@ -105,6 +105,21 @@ def test_stock_diffusers_loads_the_same_weights(
         pipeline.unload_lora_weights()
 
 
+def test_stock_diffusers_loads_a_doras_lengths(stock: FluxTransformer2DModel, tmp_path: Path) -> None:
+    """In its own layout; of kohya's it leaves them out, with a warning."""
+    adapter = make_adapter(ONE_OF_EACH, ["*.attn.to_q", "*.proj_mlp"], rank=lambda _: 2, dora=True)
+    write_tensors(tmp_path / "a.safetensors", tensors_of(adapter, "diffusers"))
+    pipeline: Any = FluxPipeline(None, None, None, None, None, None, stock)
+    pipeline.load_lora_weights(tmp_path / "a.safetensors")
+    try:
+        for name, each in adapter.items():
+            (lengths,) = stock.get_submodule(name).lora_magnitude_vector.values()
+            assert each.magnitude is not None
+            assert torch.equal(lengths.weight.detach(), each.magnitude)
+    finally:
+        pipeline.unload_lora_weights()
+
+
 # ---------------------------------------------------------------- going on
 
 
