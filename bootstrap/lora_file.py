@@ -316,24 +316,27 @@ def _low_rank(name: str, layer: _Layer, config: Mapping[str, Any] | None, proble
     if down is None or up is None:
         problems.add("lacks one of the two matrices of", name)
         return None
-    if down.ndim == 4 and down.shape[2:] == (1, 1):  # some tools write matrices as 1 x 1 convolutions
-        down, up = down[:, :, 0, 0], up.reshape(up.shape[:2])
+    if down.shape[2:] == up.shape[2:] == (1, 1):  # some tools write matrices as 1 x 1 convolutions
+        down, up = down[:, :, 0, 0], up[:, :, 0, 0]
     if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
         problems.add(f"has matrices that do not fit each other, {tuple(up.shape)} and {tuple(down.shape)}", name)
+        return None
+    if layer.fused and up.shape[0] % {1: 1, 3: 3, 4: 7}[len(_parts(name))]:
+        problems.add(f"has {up.shape[0]} rows, which q, k and v cannot share", name)
         return None
     alpha, magnitude = layer.tensors.get("alpha"), layer.tensors.get("magnitude")
     if alpha is not None and alpha.numel() != 1:
         problems.add("has an alpha that is no number", name)
         return None
-    if magnitude is not None and magnitude.numel() == magnitude.shape[-1] == down.shape[1] != up.shape[0]:
+    if magnitude is not None and magnitude.shape[-1:] == (down.shape[1],) != (up.shape[0],):
         problems.add("is a DoRA over the inputs, which is not what the paper and PEFT do", name)
         return None
     if magnitude is not None and magnitude.numel() != up.shape[0]:
         problems.add(f"has {magnitude.numel()} lengths for {up.shape[0]} rows", name)
         return None
     used = [each for each in (down, up, alpha, magnitude) if each is not None]
-    if not all(bool(torch.isfinite(each.float()).all()) for each in used):
-        problems.add("holds NaN or infinity", name)
+    if not all(each.is_floating_point() and bool(torch.isfinite(each.float()).all()) for each in used):
+        problems.add("holds NaN or infinity, or whole numbers", name)
         return None
     scale = float(alpha) / down.shape[0] if alpha is not None else _told_scale(name, down.shape[0], config)
     return LowRank(down, up, scale, None if magnitude is None else magnitude.reshape(-1))
@@ -389,7 +392,8 @@ def _told_config(path: Path, metadata: Mapping[str, str]) -> dict[str, Any] | No
         if told := metadata.get("lora_adapter_metadata"):
             return {key.removeprefix("transformer."): value for key, value in json.loads(told).items()}
         beside = path.with_name("adapter_config.json")
-        found = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else None
+        peft = path.name == "adapter_model.safetensors" and beside.is_file()
+        found = json.loads(beside.read_text(encoding="utf-8")) if peft else None
         return found if isinstance(found, dict) else None
     except (OSError, ValueError, AttributeError) as error:
         raise LoraFileError(f"{path}: its PEFT settings cannot be read ({error})") from error
@@ -400,10 +404,13 @@ def _told_scale(module: str, rank: int, config: Mapping[str, Any] | None) -> flo
     if config is None or "lora_alpha" not in config:
         return 1.0
     alpha = config["lora_alpha"]
-    for pattern, special in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):  # as PEFT matches them
-            alpha = special
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        for pattern, special in (config.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):  # as PEFT matches them
+                alpha = special
+        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise LoraFileError(f"PEFT's settings are not understood: {error}") from error
 
 
 # ---------------------------------------------------------------- does it fit

@@ -14,7 +14,7 @@ from pathlib import Path
 from bootstrap.lora_file import LAYOUTS, LoraFileError, is_lora, read_lora, tensors_of
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.state import State, StateError, read_state
-from bootstrap.tensor_files import TensorFileError, read_header
+from bootstrap.tensor_files import TensorFileError, read_header, read_tensors
 from jobs.problem import JobError
 from trainer.metadata import in_layout
 from trainer.tensor_output import DTYPES, ExportError, held, refuse_existing, write
@@ -52,8 +52,13 @@ def export_file(
     refuse_existing(target)
     date = {"modelspec.date": saved} if saved else {}
     if lora:
-        tensors = tensors_of(read_lora(source), "kohya" if layout == "kohya" else "diffusers")
-        metadata = in_layout(read_header(source).metadata, layout) | date
+        told = read_header(source).metadata
+        adapter = read_lora(source)  # reads all of it, so that nothing is passed on that is not understood
+        as_it_is = told.get("fluxpod.layout") == layout
+        tensors = (
+            read_tensors(source) if as_it_is else tensors_of(adapter, "kohya" if layout == "kohya" else "diffusers")
+        )
+        metadata = in_layout(told, layout) | date
         write(target, held(tensors), DTYPES[dtype or "fp32"], metadata, saturate)
     else:
         with open_model(source) as model:

@@ -177,7 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     targets = chosen.targets.split(",") if "*" in chosen.targets or "," in chosen.targets else chosen.targets
     try:
-        refuse_existing(chosen.to)
+        report = chosen.to.with_name(f"{chosen.to.stem}-layers.csv")
+        for target in (chosen.to, report):
+            refuse_existing(target)
         if not 1 <= chosen.rank <= 1024:
             raise ExportError(f"--rank {chosen.rank} is not from 1 to 1024")
         with open_model(chosen.tuned) as tuned, open_model(chosen.base) as base:
@@ -186,12 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ExportError(f"{chosen.tuned} and {chosen.base} do not differ in {some([chosen.targets])}")
             metadata = _metadata(tuned, base, chosen.rank, chosen.layout, chosen.to.stem)
         write(chosen.to, held(tensors_of(adapter, chosen.layout)), DTYPES[chosen.dtype], metadata, chosen.saturate)
-        write_report(chosen.to.with_suffix(".csv"), captured)
+        write_report(report, captured)
     except (ExportError, TensorFileError, JobError, OSError) as error:
         print(f"{error}", file=sys.stderr)
         return JOB_WRONG
     print("\n".join(summary(captured, outside)))
-    print(f"wrote {chosen.to}; each layer by itself: {chosen.to.with_suffix('.csv')}")
+    print(f"wrote {chosen.to}; each layer by itself: {report}")
     return DONE
 
 

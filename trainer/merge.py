@@ -8,6 +8,7 @@ format of the file.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,8 +82,10 @@ def merge(
             using = [each for each in ingredients if module in each.adapter] if kind == "weight" else []
             if using:
                 before = after = weight.to(device).float()
-                for each in using:
+                for each in using:  # not in one go: a DoRA takes the length of what is there
                     after = each.adapter[module].on(device).applied_to(after, each.strength)
+                if not bool(torch.isfinite(after).all()):
+                    raise ExportError(f"{name} would hold NaN or infinity: nothing was written")
                 changed[module] = (float((after - before).square().sum()), float(before.square().sum()))
                 weight = after.cpu()
             progress.add(weight.numel())
@@ -115,9 +118,12 @@ def strength_of(text: str) -> tuple[Path, float]:
     """``FILE`` or ``FILE@0.8``: strength 1 where none is told."""
     path, at, number = text.rpartition("@")
     try:
-        return (Path(path), float(number)) if at else (Path(text), 1.0)
+        strength = float(number) if at else math.nan
     except ValueError:
-        return Path(text), 1.0
+        return Path(text), 1.0  # an @ of the file's name
+    if at and not math.isfinite(strength):
+        raise ExportError(f"{number} is no strength: write for example {path}@0.8")
+    return (Path(path), strength) if at else (Path(text), 1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

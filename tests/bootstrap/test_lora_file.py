@@ -256,6 +256,32 @@ def test_pefts_settings_are_minded(where: str, tmp_path: Path) -> None:
     assert_same(read_lora(file), special)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "[",
+        "[1]",
+        '{"transformer.lora_alpha": "x"}',
+        '{"lora_alpha": 1, "alpha_pattern": {"(": 2}}',
+        '{"lora_alpha": []}',
+    ],
+)
+def test_settings_that_are_not_understood_are_told(config: str, tmp_path: Path) -> None:
+    spell = spelled("transformer.", True, "lora_A.weight", "lora_B.weight")
+    file = tmp_path / "a.safetensors"
+    tensors = renamed(make_adapter(targets="attention"), spell, alpha=False)
+    write_tensors(file, tensors, {"lora_adapter_metadata": config})
+    with pytest.raises(LoraFileError, match=r"a\.safetensors: .*PEFT"):
+        read_lora(file)
+
+
+def test_another_adapters_settings_are_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 99}')
+    adapter = make_adapter(targets="attention")
+    write_tensors(tmp_path / "mine.safetensors", tensors_of(adapter, "diffusers"))
+    assert_same(read_lora(tmp_path / "mine.safetensors"), adapter)
+
+
 # ---------------------------------------------------------------- what is not understood
 
 
@@ -292,6 +318,20 @@ KEY = "lora_unet_double_blocks_0_img_attn_proj"
                 or f.update({"transformer.transformer_blocks.0.attn.to_out.0.lora_B.weight": torch.ones(32, 4)})
             ),
             r"two sets of weights for one layer: transformer_blocks\.0\.attn\.to_out\.0",
+        ),
+        (lambda f: f.update({f"{KEY}.dora_scale": torch.tensor(1.0)}), "1 lengths for 32 rows"),
+        (
+            lambda f: f.update({f"{KEY}.lora_down.weight": torch.tensor(1.0)}),
+            r"do not fit each other, \(32, 4\) and \(\)",
+        ),
+        (
+            lambda f: f.update({f"{KEY}.lora_up.weight": torch.ones(32, 4, 3, 3)}),
+            r"fit each other, \(32, 4, 3, 3\) and",
+        ),
+        (lambda f: f.update({f"{KEY}.lora_up.weight": torch.ones(32, 4, dtype=torch.int8)}), "or whole numbers"),
+        (
+            lambda f: f.update({"lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": torch.ones(95, 12)}),
+            "95 rows, which q, k and v cannot share",
         ),
         (lambda f: f.clear(), "no LoRA weights"),
     ],

@@ -48,7 +48,7 @@ def test_a_change_of_that_rank_comes_back_whole(
     told = read_header(file).metadata
     assert told["ss_network_dim"] == told["ss_network_alpha"] == "4"
     assert told["modelspec.architecture"] == "flux-1-dev/lora"
-    with file.with_suffix(".csv").open(newline="") as table:
+    with file.with_name("out-layers.csv").open(newline="") as table:
         rows = list(csv.DictReader(table))
     assert {row["layer"] for row in rows} == found.keys()
     assert all(float(row["lost"]) < 1e-3 for row in rows)

@@ -161,6 +161,7 @@ def test_the_command_tells_problems_in_words(
         ([lora, f"--base={lora}"], "It is a LoRA: give the model that it was made for"),
         ([lora, f"--base={tmp_path / 'page.safetensors'}"], "page.safetensors is not a whole safetensors file"),
         ([lora, f"--base={tmp_path / 'no'}"], "No such file"),
+        ([f"{lora}@nan", f"--base={flux_tiny}"], "nan is no strength: write for example"),
         ([flux_tiny / SINGLE_FILE, f"--base={flux_tiny}"], "is no LoRA: its first tensors are"),
         ([lora, f"--base={flux_tiny}", f"--to={lora}"], "a.safetensors is there already"),
     ]:
