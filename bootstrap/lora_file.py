@@ -454,6 +454,9 @@ def check_alike(found: Mapping[str, LowRank], lora: Lora, sizes: Mapping[str, tu
     if sized := [name for name in both if found[name].size != sizes[name]]:
         one = sized[0]
         problems.append(f"it was made for another FLUX: {one} has {found[one].size}, and the base {sizes[one]}")
+    if other := [name for name in both if (found[name].magnitude is not None) != lora.dora]:
+        kind = "no DoRA, and the job has dora: true" if lora.dora else "a DoRA, and the job has no dora: true"
+        problems.append(f"it is {kind}, in {some(other)}")
     if problems:
         raise LoraFileError(f"{what} is another adapter than the job's: {'; '.join(problems)}")
 

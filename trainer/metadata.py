@@ -59,6 +59,8 @@ def _as_kohya(run: RunFile, step: int, largest: int) -> dict[str, str]:
     job, lora = run.job, run.job.lora
     assert lora is not None
     datasets = tuple((_dataset_name(number, each.path), each.trigger or "") for number, each in enumerate(job.datasets))
+    special = {"dora_wd": lora.dora, "rs_lora": lora.rslora, "dropout": lora.dropout}  # LyCORIS's names
+    special = {name: value for name, value in special.items() if value}
     images, tags = _pictures(run.folder.items, datasets)
     return {
         "ss_output_name": job.name,
@@ -67,6 +69,7 @@ def _as_kohya(run: RunFile, step: int, largest: int) -> dict[str, str]:
         "ss_network_module": "networks.lora_flux",
         "ss_network_dim": str(lora.rank),
         "ss_network_alpha": f"{lora.alpha:g}",
+        "ss_network_args": json.dumps(special) if special else "",
         "ss_resolution": f"({largest}, {largest})",
         "ss_num_train_images": str(images),
         "ss_tag_frequency": tags,

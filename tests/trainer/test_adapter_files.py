@@ -140,6 +140,47 @@ def test_a_file_fills_an_adapter(layout: Layout, alpha: float, tmp_path: Path) -
     assert bool(kept_pieces(tensors, lora)) != exact
 
 
+EVERYTHING: dict[str, Any] = {
+    "rank": 4,
+    "alpha": 3,
+    "dora": True,
+    "rslora": True,
+    "targets": "all-linear",
+    "layers": [{"match": "attention", "rank": 6}, {"match": ["*.to_q"], "rank": 2, "alpha": 5}],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("without", ["dora", "layers", "nothing"])
+def test_all_that_an_adapter_can_be_is_in_its_file(layout: Layout, without: str, tmp_path: Path) -> None:
+    """Layers of their own rank and alpha, rsLoRA's strength, a DoRA's lengths: saved, checked, and taken back."""
+    lora = Lora(**{key: value for key, value in EVERYTHING.items() if key != without}, layout=layout)
+    model, tensors = trained(lora)
+    expected = {tensor.name: tensor.weight.clone() for tensor in tensors}
+    products = peft_products(model) if without == "dora" else {}
+    file = lora_file(tmp_path, tensors, lora)
+    Expected.of(tensors, lora).check(file)
+    kept = kept_pieces(tensors, lora)
+    assert {piece.name.removeprefix("adapter.") for piece in kept} == (expected.keys() if kept else set())
+    assert bool(kept) == (layout == "diffusers" or without != "layers")
+    for tensor in tensors:
+        tensor.weight.zero_()
+    load_adapter(file, tensors, lora)
+    for tensor in tensors:
+        assert torch.allclose(tensor.weight, expected[tensor.name], rtol=1e-5), tensor.name
+    for name, product in products.items():
+        assert torch.allclose(peft_products(model)[name], product, atol=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_dora_is_no_lora_to_start_from(dora: bool, tmp_path: Path) -> None:
+    lora = Lora(rank=4, targets="all-linear", dora=not dora)
+    file = lora_file(tmp_path, trained(lora)[1], lora)
+    other = Lora(rank=4, targets="all-linear", dora=dora)
+    with pytest.raises(LoraFileError, match=r"it is (no|a) DoRA, and the job has (no )?dora: true"):
+        load_adapter(file, trained(other)[1], other)
+
+
 def test_a_file_of_another_strength_means_the_same(tmp_path: Path) -> None:
     lora = Lora(rank=4, alpha=2, targets="attention")
     model, tensors = trained(lora)

@@ -86,6 +86,11 @@ def test_settings_that_using_it_must_match_are_told(mask: bool, tmp_path: Path) 
     assert (found["ss_timestep_sampling"], found["ss_discrete_flow_shift"]) == ("shift", "2.5")
 
 
+def test_kinds_of_adapters_are_told(tmp_path: Path) -> None:
+    found = told(tmp_path, method="lora", lora={"rank": 8, "dora": True, "rslora": True})
+    assert json.loads(found["ss_network_args"]) == {"dora_wd": True, "rs_lora": True}
+
+
 def test_a_checkpoint_has_nothing_of_a_lora(tmp_path: Path) -> None:
     found = told(tmp_path, (item("a.jpg", "red"),))
     assert not any(name.startswith(("ss_", "sshs_")) for name in found)
