@@ -418,7 +418,11 @@ def failure(error: BaseException, place: Place, during: str = "training") -> Out
         return Outcome(CRASH, f"{text}; the newest state stands. A lower learning_rate usually helps.", step)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Outcome(POD_WRONG, f"the volume is full ({text}): make room, or choose a larger one", step)
-    return Outcome(CRASH, f"{type(error).__name__}: {text} ({place.told()})", step)
+    told = f"{type(error).__name__}: {text} ({place.told()})"
+    compiler = sys.modules.get("torch._dynamo.exc")  # slow to load, and loaded where anything is compiled
+    if compiler and isinstance(error, compiler.TorchDynamoException):
+        told += ". The compiler failed: plan: { compile: false } trains without it, slower and in more memory"
+    return Outcome(CRASH, told, step)
 
 
 def at_work_on(training: Training | None) -> str:
