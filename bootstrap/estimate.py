@@ -36,6 +36,7 @@ NCCL = int(0.7 * GIB)  # buffers of a communicator, with more than one process
 ACTIVATION = 36.6  # bytes kept for the backward pass per token, width and block, compiled (above)
 DORA_ACTIVATION = 17  # more, with DoRA on attention and feed-forward: each layer's output before it is stretched
 EAGER = 1.4  # not compiled, more of them: norms, gates and GELU inputs are kept apart. Not measured
+AVERAGE_COPIES = 3  # 32-bit copies of one tensor while its average follows it or changes places with it
 UPDATE_COPIES = 2  # 32-bit copies of the one tensor being updated, weight and gradient, where no fused kernel does it
 SLOTS = 3  # blocks whose streamed states, or weights, are on the GPU at a time (trainer/ring.py)
 GATHERED_BLOCKS = 3  # sharded: the block at work, the next one under way, the last one not yet given back
@@ -74,6 +75,8 @@ class Work:
     trained: int  # parameters that are trained: all of them, or the adapter's
     largest: int  # parameters of the largest trained tensor
     optimizer: int  # bytes of the optimizer's states, whole
+    ema: int  # bytes of the average of the weights, whole; 0 without one
+    ema_every: int  # steps from one time it follows them to the next
     fused: bool  # whether one kernel steps a weight, without 32-bit copies
     tokens: int  # of the largest image and its text
     forward: float  # floating-point operations of an average image's forward pass
@@ -86,7 +89,7 @@ class Work:
 
     @property
     def state(self) -> int:
-        return self.weights_file + self.optimizer
+        return self.weights_file + self.optimizer + self.ema
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Arrangement:
     states_on_host: int  # blocks whose optimizer states are on the host
     streamed: int  # blocks whose weights are on the host too
     base: Precision = "bf16"  # number format of a frozen base
+    ema_on_host: bool = False  # the average of the blocks' weights lies on the host
     tiled: bool = False  # samples are decoded tile by tile
 
 
@@ -117,14 +121,16 @@ class Memory:
     activations: int
     outside: int  # of torch's allocator
     drawing: int  # what a sample adds to weights and optimizer, when there are no gradients and activations
+    average: int = 0  # of the weights, and the copies that following and showing it work with
 
     @property
     def peak(self) -> int:
         training = self.gradients + self.activations
-        return self.weights + self.optimizer + self.outside + max(training, self.drawing)
+        return self.weights + self.optimizer + self.average + self.outside + max(training, self.drawing)
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "optimizer": self.optimizer, "outside torch": self.outside}
+        parts |= {"average": self.average} if self.average else {}
         if self.drawing > self.gradients + self.activations:
             parts["drawing a sample"] = self.drawing
         else:
@@ -150,6 +156,8 @@ def work_of(job: Job, shape: FluxShape, sizes: Iterable[tuple[int, int, float]],
         trained=sum(math.prod(each) for each in shapes),
         largest=max((math.prod(each) for each in shapes), default=0),
         optimizer=optimizer_bytes(job.optimizer, shapes, job.optimizer_args),
+        ema=average_bytes(job, shapes),
+        ema_every=job.ema.every if job.ema else 1,
         fused=job.optimizer in FUSED,
         tokens=max(width * height for width, height, _ in sizes) // 256 + text,
         forward=sum(shape.forward_flops(width, height, text) * weight for width, height, weight in sizes) / often,
@@ -225,6 +233,11 @@ def optimizer_bytes(optimizer: str, shapes: Iterable[tuple[int, ...]], options: 
     return math.ceil(total)
 
 
+def average_bytes(job: Job, shapes: Iterable[tuple[int, ...]]) -> int:
+    """Bytes of the average of the weights, in memory and on the disk alike (trainer/ema.py)."""
+    return (BF16 if job.ema.dtype == "bf16" else FP32) * sum(math.prod(s) for s in shapes) if job.ema else 0
+
+
 def stored_in_8bit(shape: tuple[int, ...]) -> bool:
     """An 8-bit optimizer keeps a state in 8 bits if and only if rows are whole blocks, so that any number of GPUs,
     each with some of the rows, has the same blocks."""
@@ -268,7 +281,24 @@ def memory_per_gpu(work: Work, way: Arrangement) -> Memory:
         activations=way.images_per_pass * activation_bytes(work, way),
         outside=outside,
         drawing=drawing,
+        average=_average_memory(work, way) // parts,
     )
+
+
+def _average_memory(work: Work, way: Arrangement) -> int:
+    """Bytes of the average of the weights on the GPU, or, streamed, of a few blocks of it and what is in none."""
+    if not work.ema:
+        return 0
+    copies = AVERAGE_COPIES * FP32 * work.largest
+    if not way.ema_on_host:
+        return work.ema + copies
+    slots = SLOTS * work.ema * work.shape.block_parameters() // work.trained
+    return work.ema - host_average(work) + slots + copies
+
+
+def host_average(work: Work) -> int:
+    """Bytes of the average of the blocks' weights, the part that may lie on the host."""
+    return work.ema * _parameters(work, work.shape.blocks) // work.trained if work.ema else 0
 
 
 def streamed_bytes(work: Work, count: int) -> int:
@@ -323,8 +353,12 @@ def seconds_per_step(work: Work, way: Arrangement, gpu: GpuModel, images: int) -
     moved = 3 * BF16 * work.trained + 2 * work.optimizer
     moved += (way.passes - 1) * 3 * (FP32 if work.lora else BF16) * work.trained
     update = moved / parts / (gpu.bandwidth * 1e9) * (1 if work.lora else UPDATE_SLOWDOWN)
+    if work.ema:  # the weights are read; the average is read and written, twice
+        update += (BF16 * work.trained + 4 * work.ema) / work.ema_every / parts / (gpu.bandwidth * 1e9)
+    link = (HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK) * 1e9
+    if way.ema_on_host:  # taken to hide under nothing. Not measured
+        waiting += host_average(work) / work.ema_every / parts / link
     if way.states_on_host:
-        link = (HOST_LINK_HOPPER if gpu.capability >= (9, 0) else HOST_LINK) * 1e9
         weights = streamed_bytes(work, way.streamed)
         waiting += max(0.0, weights / link - forward)
         states = host_states(work, way.states_on_host) / parts

@@ -78,6 +78,7 @@ class Plan:
     disk_bytes: int  # of all states at most, the one being written included
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
+    ema_on_host: bool = False  # the average of the blocks' weights lies on the host
     p2p: bool = True  # whether NCCL may let the GPUs talk to each other directly
     setting: str = ""  # what of job and cards the plan's memory hangs on: bootstrap/shortage.py
     assistant_bytes: int = 0  # of assistant_lora, on each GPU
@@ -171,6 +172,7 @@ def make_plan(
         host_state_blocks=way.states_on_host,
         streamed_blocks=way.streamed,
         base_precision=way.base,
+        ema_on_host=way.ema_on_host,
         tiled_decoding=way.tiled,
         threads=threads,
         workers=workers,
@@ -300,10 +302,11 @@ def disk_needed(job: Job, work: Work, steps: int, per_epoch: int) -> tuple[int, 
     if job.validation and job.validation.keeps_best:
         weights += 1
     most_weights, most_optimizers = min(saves, weights + 1), min(saves, job.save.states + 1)
-    total = most_weights * work.weights_file + most_optimizers * work.optimizer
+    average = f" with {decimal(work.ema)} of the weights' average" if work.ema else ""
+    total = most_weights * work.weights_file + most_optimizers * (work.optimizer + work.ema)
     return total, (
         f"at most {most_weights} x weights of {decimal(work.weights_file)} and {most_optimizers} x optimizer of "
-        f"{decimal(work.optimizer)}, the one being written included; saves: {saves}"
+        f"{decimal(work.optimizer)}{average}, the one being written included; saves: {saves}"
     )
 
 
@@ -331,6 +334,7 @@ def _way_of(plan: Plan) -> Arrangement:
         states_on_host=plan.host_state_blocks,
         streamed=plan.streamed_blocks,
         base=plan.base_precision,
+        ema_on_host=plan.ema_on_host,
         tiled=plan.tiled_decoding,
     )
 
@@ -401,7 +405,7 @@ def _warn_pod(pod: Pod, work: Work, way: Arrangement, plan: Plan) -> list[str]:
     warnings: list[str] = []
     if plan.device == "cpu":
         return warnings
-    need = host_memory(work, way.processes, way.states_on_host, way.streamed)
+    need = host_memory(work, way.processes, way.states_on_host, way.streamed, average=way.ema_on_host)
     if 0 < pod.memory < need:
         warnings.append(
             f"{plan.processes} process{'es' if plan.processes > 1 else ''} will need about {in_gib(need)} of RAM; this "

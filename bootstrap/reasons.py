@@ -11,7 +11,7 @@ from bootstrap.lora_targets import adapters_of
 from bootstrap.pod import Gpu, Pod
 from bootstrap.precision import ERRORS, FAITHFULNESS, MOST_FAITHFUL, base_bytes
 from bootstrap.ways import needs_whole_model, peak_of, usable_memory
-from jobs.schema import Job
+from jobs.schema import Ema, Job
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def explain(
     if work.lora:
         choices += [_explain_base(work, way, told, instead), _explain_adapter(job, work)]
     choices += [_explain_update(job, way, told), _explain_states(job, work, way, told, instead)]
+    if job.ema:
+        choices.append(_explain_average(job.ema, work, way, instead))
     if way.streamed:
         size = decimal(streamed_bytes(work, way.streamed))
         reason = f"{size} of them, brought block by block; on the device {instead(streamed=0)}"
@@ -136,6 +138,14 @@ def _explain_states(
         reason = f"{size} of states; all on the device it {instead(states_on_host=0, streamed=0)}"
     places = "on host" if way.states_on_host == blocks else f"{way.states_on_host} of {blocks} blocks on host"
     return Choice("optimizer", f"{job.optimizer}, {places}", told("optimizer_states", reason))
+
+
+def _explain_average(ema: Ema, work: Work, way: Arrangement, instead: Callable[..., str]) -> Choice:
+    pace = "each step" if ema.every == 1 else f"every {ema.every} steps"
+    reason = f"{decimal(work.ema)}; it follows the weights {pace}; states and output hold it"
+    if not way.ema_on_host:
+        return Choice("average", f"{ema.dtype}, on device", reason)
+    return Choice("average", f"{ema.dtype}, on host", f"{reason}; on the device {instead(ema_on_host=False)}")
 
 
 def _on(value: bool) -> str:

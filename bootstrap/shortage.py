@@ -69,10 +69,11 @@ class FailedPlan:
 
 def setting_of(job: Job, work: Work, gpus: Sequence[Gpu]) -> str:
     """A digest of all that decides what a plan needs and how much there is."""
-    trained = (work.shape, work.lora, work.trained, work.optimizer, work.tokens, work.sample_pixels, work.assistant)
+    trained = (work.shape, work.lora, work.trained, work.optimizer, work.ema, work.assistant)
+    shown = (work.tokens, work.sample_pixels)
     wish = job.plan.model_dump(exclude={"retry"})
     cards = [(gpu.name, gpu.memory) for gpu in gpus]
-    parts = repr((trained, job.images_per_step, job.optimizer, job.max_grad_norm, wish, cards))
+    parts = repr((trained, shown, job.images_per_step, job.optimizer, job.max_grad_norm, wish, cards))
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 

@@ -71,6 +71,7 @@ class Manifest:
     optimizer_args: dict[str, Any] | None = None
     validation: Validated | None = None
     assistant_lora: str | None = None
+    ema: dict[str, Any] | None = None  # of the average that the weights are, if they are one
     resume_from: int | None = None  # of the job that made it: the step that this line of states branches off at
 
 

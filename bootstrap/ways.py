@@ -210,10 +210,11 @@ def fastest(
     ]
     share = max(split_images(job.images_per_step, processes))
 
-    def cost(way: Arrangement) -> tuple[bool, int, bool, float, int, int, int, int, bool]:
+    def cost(way: Arrangement) -> tuple[bool, bool, int, bool, float, int, int, int, int, bool]:
         seconds = estimate.seconds_per_step(work, way, gpu, share) * (ACCUMULATION_COST if way.passes > 1 else 1)
         return (
             way.states_on_host > 0,
+            way.ema_on_host,
             FAITHFULNESS[way.base],
             way.tiled,
             round(seconds, 4),
@@ -236,10 +237,11 @@ def ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangement
     per_pass = [min(wish.images_per_pass, share)] if wish.images_per_pass else pass_sizes(share)
     bases = (wish.base_precision,) if wish.base_precision else ("bf16",) if full else MOST_FAITHFUL
     decodings = (False, True) if work.sample_pixels > TILE**2 else (False,)
-    for images, base, tiled in itertools.product(per_pass, bases, decodings):
+    averages = (False, True) if full and work.ema else (False,)
+    for images, base, tiled, average in itertools.product(per_pass, bases, decodings, averages):
         for checkpointed in _checkpointed(job, work.shape.blocks):
             for reshard in (False, True) if sharded else (False,):
-                for on_host in _state_places(job, pod, work, processes):
+                for on_host in _state_places(job, pod, work, processes, average):
                     way = Arrangement(
                         processes=processes,
                         images_per_pass=images,
@@ -252,6 +254,7 @@ def ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangement
                         states_on_host=on_host,
                         streamed=0,
                         base=base,
+                        ema_on_host=average,
                         tiled=tiled,
                     )
                     yield way
@@ -265,10 +268,10 @@ def _streaming(way: Arrangement, pod: Pod, work: Work) -> Iterator[Arrangement]:
     and only the fused optimizers step a weight wherever it is.
     """
     blocks = work.shape.blocks
-    alone = way.processes == 1 and way.passes == 1
+    alone = way.processes == 1 and way.passes == 1 and (way.ema_on_host or not work.ema)
     if alone and way.states_on_host == blocks and way.in_backward and work.fused and way.checkpointed == blocks:
         for count in [*range(GRADE, blocks, GRADE), blocks]:
-            if host_memory(work, 1, blocks, count) <= pod.memory:
+            if host_memory(work, 1, blocks, count, average=way.ema_on_host) <= pod.memory:
                 yield replace(way, streamed=count)
 
 
@@ -284,23 +287,29 @@ def _checkpointed(job: Job, blocks: int) -> list[int]:
     return [*range(0, blocks, GRADE // 2), blocks]
 
 
-def _state_places(job: Job, pod: Pod, work: Work, processes: int) -> list[int]:
-    """Of how many blocks the optimizer's states may lie on the host."""
-    if not work.fused or job.method == "lora":
-        return [0]
+def _state_places(job: Job, pod: Pod, work: Work, processes: int, average: bool) -> list[int]:
+    """Of how many blocks the optimizer's states may lie on the host, beside the weights' average or without it."""
     blocks = work.shape.blocks
-    if job.optimizer.startswith("Paged") or job.plan.optimizer_states == "host":
+    if not work.fused or job.method == "lora":
+        counts = [0]
+    elif job.optimizer.startswith("Paged") or job.plan.optimizer_states == "host":
         counts = [blocks]
     elif job.plan.optimizer_states == "device" or work.optimizer < GIB:
-        return [0]
+        counts = [0]
     else:
         counts = [0, *range(GRADE, blocks, GRADE), blocks]
-    return [count for count in counts if not count or host_memory(work, processes, count) <= pod.memory]
+    return [
+        count
+        for count in counts
+        if not (count or average) or host_memory(work, processes, count, average=average) <= pod.memory
+    ]
 
 
-def host_memory(work: Work, processes: int, states: int, streamed: int = 0) -> int:
-    """Bytes of RAM the training takes, with the optimizer's states and the weights of so many blocks."""
+def host_memory(work: Work, processes: int, states: int, streamed: int = 0, *, average: bool = False) -> int:
+    """Bytes of RAM the training takes, with the optimizer's states and the weights of so many blocks, and with the
+    weights' average."""
     held = estimate.host_states(work, states) + estimate.streamed_bytes(work, streamed)
+    held += estimate.host_average(work) if average else 0
     return processes * estimate.HOST_PER_PROCESS + held
 
 

@@ -102,6 +102,8 @@ def _changes(job: Job, work: Work, sizes: Sizes, processes: int) -> Iterator[_Ch
             yield planned("images_per_pass", images)
     if full and work.fused and job.plan.optimizer_states is None and not job.optimizer.startswith("Paged"):
         yield planned("optimizer_states", "host")
+    if job.ema:
+        yield replace(changed("no ema", ARITHMETIC, ema=None), work=replace(work, ema=0))
     if full and job.max_grad_norm is not None and not needs_whole_model(job.optimizer):
         yield changed("no max_grad_norm", ARITHMETIC, max_grad_norm=None)
     if full:
@@ -168,7 +170,7 @@ def no_way(
         keys = ", ".join(overridden(job))
         message = f"with {keys} the job needs {in_gib(least)} on each GPU, which has {in_gib(room)} to use"
         if least <= room:
-            ram = in_gib(host_memory(work, len(gpus), work.shape.blocks))
+            ram = in_gib(host_memory(work, len(gpus), work.shape.blocks, average=work.ema > 0))
             message = f"with {keys} the job needs {ram} of RAM, more than there is"
         remedy = f"Leave it out: the plan's own choice fits in {in_gib(peak_of(work, other))}"
         return JobError([Problem(message, remedy, f"plan.{keys}")])
@@ -200,9 +202,11 @@ def _why_not(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], sizes: Sizes
     )
     cures = [_larger_gpu(job, pod, work, gpus, room)]
     if _fits(job, replace(pod, memory=ANY_MEMORY), work, len(gpus), room):  # RAM is all that lacks
+        average = f" and the average's {in_gib(estimate.host_average(work))}" if work.ema else ""
+        need = host_memory(work, len(gpus), work.shape.blocks, average=work.ema > 0)
         ram = (
-            f"With the optimizer's {in_gib(work.optimizer)} on the host this pod needs "
-            f"{in_gib(host_memory(work, len(gpus), work.shape.blocks))} of RAM; it has {in_gib(pod.memory)}."
+            f"With the optimizer's {in_gib(work.optimizer)}{average} on the host this pod needs {in_gib(need)} of RAM; "
+            f"it has {in_gib(pod.memory)}."
         )
         told = ram if least.states_on_host else f"{told} {ram}"
         cures = ["a pod with more RAM"] if least.states_on_host else [*cures, "a pod with more RAM"]

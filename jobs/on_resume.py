@@ -137,6 +137,12 @@ ROWS: dict[str, Row] = {
     "output.hub": Row("from the next start on; another repository is given everything anew"),
     "output.private": Row("where the repository is made; one that is there stays as it is"),
     "output.states": Row("from the next start on, with the states that are there by then"),
+    "ema.decay": Row(
+        _NEXT + "; an average that is new begins with the weights it finds, one that goes leaves the live ones"
+    ),
+    "ema.every": Row(_NEXT),
+    "ema.dtype": Row("the average is taken over into the other format"),
+    "ema.samples": Row(_SAMPLES),
     "gpus": Row(_PLAN),
     "least_speed": Row("at the next start, which measures the pod"),
     "when_done": Row("at the end of the run"),

@@ -22,7 +22,7 @@ from jobs.unknown import section_of
 
 FOLDER = Path(__file__).parent
 METHOD = "lora"  # of the reference; keys that have no effect with it stand there as remarks
-_OFF = ("text_encoders", "layers", "validation")  # groups that a job has only where they are written
+_OFF = ("text_encoders", "layers", "validation", "ema")  # groups that a job has only where they are written
 WIDTH = 110
 
 _HEAD = """\
@@ -83,7 +83,8 @@ def _keys(
         yield "\n" + _remark(field, indent)
         many, inner = section_of(field.annotation)
         if inner is None:
-            value = written[name] if name in written else _extra(field)["example"]
+            example = _extra(field)["example"]
+            value = written[name] if name in written else _default(field) if example is None else example
             yield f"{indent}{mark}{name}: {spelled(value)}\n"
             continue
         shown = written.get(name) or [{}]

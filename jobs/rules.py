@@ -33,6 +33,7 @@ def contradictions(written: Mapping[str, Any]) -> list[Finding]:
         _optimizer,
         _schedule,
         _sample,
+        _ema,
         _save,
         _output,
         _validation,
@@ -145,6 +146,19 @@ def _sample(written: Mapping[str, Any]) -> Iterator[Finding]:
     elif set(sample) - {"prompts"} and not sample.get("prompts") and sample.get("prompts_file") is None:
         remedy = 'Add prompts: ["..."], or delete sample'
         yield Finding(("sample",), "has no effect: without prompts nothing is drawn", remedy)
+
+
+def _ema(written: Mapping[str, Any]) -> Iterator[Finding]:
+    if written.get("method") == "lora" and _group(written, "ema").get("dtype") == "bf16":
+        message = "an adapter is trained in fp32, and so is its average"
+        yield Finding(("ema", "dtype"), message, "Delete the line: it takes little memory")
+    if _group(written, "ema") and _group(written, "ema").get("samples") is False and not _drawn(written):
+        yield Finding(("ema", "samples"), "has no effect: without prompts nothing is drawn", "Delete the line")
+
+
+def _drawn(written: Mapping[str, Any]) -> bool:
+    sample = _group(written, "sample")
+    return bool(sample.get("prompts")) or sample.get("prompts_file") is not None
 
 
 def _save(written: Mapping[str, Any]) -> Iterator[Finding]:

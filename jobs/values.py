@@ -381,6 +381,7 @@ OnError = Annotated[Literal["go-on", "stop"], one_of("go-on", "stop")]
 Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
 LoraLayout = Annotated[Literal["kohya", "diffusers"], one_of(*LORA_LAYOUTS)]
 BasePrecision = Annotated[Literal["bf16", "int8", "fp8", "nf4"], one_of(*BASE_PRECISIONS)]
+AverageType = Annotated[Literal["fp32", "bf16"], one_of("fp32", "bf16")]
 StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
 Optimizer = Annotated[
     str, one_of(*OPTIMIZERS, otherwise="an import path such as package.module.Class"), _known_or_path(OPTIMIZERS)

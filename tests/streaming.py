@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -11,6 +12,7 @@ from bootstrap.flux_shape import FluxShape
 from bootstrap.plan import Plan
 from tests.runs import make_job
 from trainer.data import Batch
+from trainer.ema import Ema
 from trainer.make_optimizer import make_optimizer
 from trainer.model import build_model, predict
 from trainer.streamed import StreamedWeights
@@ -28,19 +30,30 @@ def train_in_backward(
     *,
     steps: int,
     learning_rate: float,
+    average: dict[str, object] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The weights after ``steps``, on the CPU."""
-    job = make_job(optimizer="AdamW8bit")
+    """The weights after ``steps``, on the CPU; with ``average`` (the job's ``ema``) their average, shown and put back
+    between the steps."""
+    job = make_job(optimizer="AdamW8bit", ema=average)
     model = build_model(job, plan, shape, world, fill_weights).train()
     tensors = trained_tensors(model, 0, 1)
     optimizer, streamed = make_optimizer(tensors, job, plan, world), StreamedWeights.of(model)
     assert (streamed is None) == (plan.streamed_blocks == 0)
-    update_in_backward(tensors, optimizer, streamed, world.device, lambda: True)
+    ema = Ema(job.ema, job.seed, model, tensors, 0, host=plan.ema_on_host) if job.ema else None
+    update_in_backward(tensors, optimizer, ema, streamed, world.device, lambda: True)
     for step in range(steps):
         optimizer.begin_step(step, learning_rate, torch.ones((), device=world.device))
+        if ema:
+            ema.begin_step(step)
         predict(model, batch, 1.0, False).float().square().mean().backward()
-        with torch.no_grad():  # a sample in between, whose forward passes no backward pass follows
+        if ema:
+            ema.finish_step()
+        # A sample in between, whose forward passes no backward pass follows.
+        with ema.shown() if ema else nullcontext(), torch.no_grad():
             predict(model, batch, 1.0, False)
     if streamed:
         streamed.settle()
+    if ema:
+        with ema.shown():
+            return {tensor.name: tensor.weight.cpu().clone() for tensor in tensors}
     return {tensor.name: tensor.weight.cpu().clone() for tensor in tensors}

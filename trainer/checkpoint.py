@@ -48,8 +48,10 @@ from bootstrap.state import (
 from bootstrap.tensor_files import open_tensors
 from bootstrap.volume import flush_folder
 from trainer.adapter_files import KEPT, Expected, kept_pieces
+from trainer.ema import PREFIX as EMA_PREFIX
+from trainer.ema import Ema, load_ema
 from trainer.file_hashes import fill_places
-from trainer.optimizer import Optimizer, SavedOptimizer
+from trainer.optimizer import Optimizer, Piece, SavedOptimizer
 from trainer.state_files import (
     MOST_WRITERS,
     DiscardedError,
@@ -86,6 +88,7 @@ class Writing:
     wrote: Callable[[], None]  # told of each run of bytes that is on the disk
     validated: Validated | None = None
     expected: Expected | None = None  # what the file of an adapter must hold
+    ema: dict[str, object] | None = None  # what the manifest says of the average
     stood_still: float = 0.0  # seconds that training waited for it
     extents: list[Extent] = field(default_factory=list)
     failure: Exception | None = None
@@ -134,26 +137,50 @@ class Saver:
         optimizer: Optimizer,
         metadata: Mapping[str, str],
         validated: Validated | None = None,
+        ema: Ema | None = None,
     ) -> None:
-        """Takes the state after ``step`` updates: copied, and being written, or written when it returns.
+        """Takes the state after ``step`` updates: copied, and being written, or written when it returns. With ``ema``
+        its weights are the average.
 
         Raises, on all processes alike, NonFiniteError where a weight is no number, and OSError; nothing half-written is
         left then.
         """
         assert self.writing is None
+        if ema is None:
+            self._begin(step, tensors, optimizer.pieces, optimizer.scalars(), metadata, validated)
+            return
+        # The live weights first: those bits that go into the state beside the average are no numbers to look at.
+        live = [Piece(t.name, t.weight, t.shape, t.first_row) for t in tensors]
+        together(self.world, lambda: refuse_non_finite(live))
+
+        def pieces() -> list[Piece]:
+            return [*optimizer.pieces(), *ema.pieces()]
+
+        with ema.shown():
+            self._begin(step, tensors, pieces, optimizer.scalars(), metadata, validated, ema.record())
+
+    def _begin(
+        self,
+        step: int,
+        tensors: list[Trained],
+        pieces: Callable[[], list[Piece]],
+        scalars: dict[str, object],
+        metadata: Mapping[str, str],
+        validated: Validated | None,
+        ema: dict[str, object] | None = None,
+    ) -> None:
         begun, world = time.monotonic(), self.world
-        scalars = optimizer.scalars()
         sharded = any(tensor.sharded for tensor in tensors)
-        optimizers = optimizer.pieces() if world.leads or sharded else []  # what all have, rank 0 writes
+        optimizers = pieces() if world.leads or sharded else []  # what all have, rank 0 writes
         lora = self.run.job.lora if world.leads else None
         kept = kept_pieces(tensors, lora) if lora else []
         layouts = [
             lay_out(MODEL_FILE, model_pieces(self.run, tensors, world), metadata, world),
             lay_out(OPTIMIZER_FILE, [*optimizers, *kept], {}, world),
         ]
-        together(world, lambda: refuse_non_finite(layouts))
+        together(world, lambda: refuse_non_finite(piece for layout in layouts for piece in layout.pieces))
         part = self.run.folder.states / f".{folder_name(step)}.part"
-        self.writing = writing = Writing(step, part, layouts, scalars, begun, world.place.move, validated)
+        self.writing = writing = Writing(step, part, layouts, scalars, begun, world.place.move, validated, ema=ema)
         writing.expected = Expected.of(tensors, lora) if lora else None
         with self._discarding():
             together(world, lambda: begin_folder(part) if world.leads else None)
@@ -260,6 +287,7 @@ class Saver:
             validation=writing.validated,
             assistant_lora=job.assistant_lora,
             resume_from=job.resume_from,
+            ema=writing.ema,
         )
 
 
@@ -330,9 +358,20 @@ def load_optimizer(state: State, optimizer: Optimizer) -> None:
     """This process's rows of a state's optimizer. Raises OptimizerStateError where it is another optimizer's."""
     with open_tensors(state.optimizer) as reader:
         entries = reader.header.tensors.items()
-        shapes = {name: entry.shape for name, entry in entries if not name.startswith(KEPT)}
+        shapes = {name: entry.shape for name, entry in entries if not name.startswith((KEPT, EMA_PREFIX))}
         read: Callable[[str, int, int | None], torch.Tensor] = reader.read
         optimizer.load(SavedOptimizer(shapes, read, state.manifest.optimizer_scalars))
+
+
+def load_average(state: State, tensors: list[Trained], ema: Ema | None) -> None:
+    """Gives the weights, which are the average where the state has one, back their live values, and ``ema`` its
+    average; without one in the state it begins with these weights."""
+    if state.manifest.ema is None:
+        return
+    with open_tensors(state.optimizer) as reader:
+        load_ema(reader.read, tensors, ema)
+    if ema:
+        ema.begun = int(state.manifest.ema["begun"])
 
 
 # ---------------------------------------------------------------- the finished file

@@ -38,6 +38,7 @@ def metadata(run: RunFile, step: int) -> dict[str, str]:
         "modelspec.license": f"that of its base, {_name_of(job.base)}",
         "modelspec.resolution": f"{largest}x{largest}",
         "modelspec.trigger_phrase": ", ".join(triggers),
+        "fluxpod.ema": f"average of the weights, decay {job.ema.decay:g}" if job.ema else "",
         "fluxpod.base": _name_of(job.base),
         "fluxpod.blocks": f"{run.weights.shape.double_blocks}+{run.weights.shape.single_blocks}",
         "fluxpod.step": str(step),

@@ -1,4 +1,4 @@
-"""Pictures drawn during training, by the stock pipeline from the live weights.
+"""Pictures drawn during training, by the stock pipeline from the live weights or from their average.
 
 They are what diffusers draws from the saved file with the same prompt, seed, steps, guidance and size. Drawing uses
 generators of its own and changes no later step.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from bootstrap.whereabouts import Phase
 from jobs.prompts import Drawing
 from trainer.alarm import Fault, alarm_text, fault_of
 from trainer.assistant import without_assistant
+from trainer.ema import Ema
 from trainer.out_of_memory import is_out_of_memory
 from trainer.pipeline import Pipeline
 from trainer.prompts import Prompts
@@ -57,9 +58,10 @@ class Drawn:
 class Sampler:
     """Draws the job's prompts; knows when. Its methods are entered by all processes."""
 
-    def __init__(self, run: RunFile, model: FluxTransformer2DModel, world: World):
+    def __init__(self, run: RunFile, model: FluxTransformer2DModel, world: World, ema: Ema | None = None):
         self.run, self.model, self.world = run, model, world
         self.sample = run.job.sample
+        self.ema = ema if run.job.ema and run.job.ema.samples else None
         self.prompts = Prompts(run, world)
         self.sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if world.leads:
@@ -75,13 +77,15 @@ class Sampler:
         """Draws every prompt that has no picture of this step yet. A failure is a warning, on all processes alike."""
         self.world.place.enter(Phase.SAMPLING)
         drawings = self.prompts.now()
-        missing = [(i, each) for i, each in enumerate(drawings) if notes_of(self.path(step, i)) != notes(each, step)]
+        missing = [
+            (i, each) for i, each in enumerate(drawings) if notes_of(self.path(step, i)) != self._notes(each, step)
+        ]
         missing = self.world.from_lead(missing)
         if not missing:
             return
         guidance = "no" if not self.run.weights.shape.guidance else f"{missing[0][1].guidance:g}"
         log.info("drawing %d samples of step %d, with guidance %s", len(missing), step, guidance)
-        with evaluating(self.model), without_assistant(self.model):
+        with self.ema.shown() if self.ema else nullcontext(), evaluating(self.model), without_assistant(self.model):
             every = self._draw(step, missing)
         if not self.world.leads:
             return
@@ -162,7 +166,7 @@ class Sampler:
         """Decodes and writes a picture; gives what is wrong with it that was not wrong before training: a toy's base
         draws noise, too."""
         image = pipeline.decode(latent, drawing)
-        write_picture(image, self.path(step, number), notes(drawing, step))
+        write_picture(image, self.path(step, number), self._notes(drawing, step))
         if not bool(latent.isfinite().all()):
             return "no numbers"
         fault = fault_of(image)
@@ -171,10 +175,13 @@ class Sampler:
     def _fault_of_base(self, number: int, drawing: Drawing) -> Fault:
         """What was wrong with the same picture before training; "" where it was not drawn."""
         path = self.path(0, number)
-        if notes_of(path) != notes(drawing, 0):
+        if notes_of(path) != self._notes(drawing, 0):
             return ""
         with Image.open(path) as image:
             return fault_of(image)
+
+    def _notes(self, drawing: Drawing, step: int) -> dict[str, str]:
+        return notes(drawing, step, average=self.ema is not None)
 
     def _failed(self, failure: Exception) -> Drawn:
         log.debug("sampling failed", exc_info=failure)
@@ -193,9 +200,9 @@ def turns_of(wanted: Wanted, processes: int) -> list[Wanted]:
 # ---------------------------------------------------------------- files
 
 
-def notes(drawing: Drawing, step: int) -> dict[str, str]:
+def notes(drawing: Drawing, step: int, average: bool = False) -> dict[str, str]:
     """What a picture says of itself."""
-    return {"prompt": drawing.prompt, "settings": f"step {step}, {drawing}"}
+    return {"prompt": drawing.prompt, "settings": f"step {step}, {drawing}{', average' * average}"}
 
 
 def notes_of(path: Path) -> dict[str, str] | None:

@@ -127,18 +127,17 @@ def lay_out(name: str, pieces: Iterable[Piece], metadata: Mapping[str, str], wor
 
 
 @torch.no_grad()
-def refuse_non_finite(layouts: Iterable[Layout]) -> None:
+def refuse_non_finite(pieces: Iterable[Piece]) -> None:
     """Raises NonFiniteError naming a tensor of this process that is no number. Each device is asked once: some of a
     model's weights and states may lie on the host."""
     by_device: dict[torch.device, list[Piece]] = defaultdict(list)
-    for layout in layouts:
-        for piece in layout.pieces:
-            if piece.tensor.is_floating_point():
-                by_device[piece.tensor.device].append(piece)
-    for pieces in by_device.values():
+    for piece in pieces:
+        if piece.tensor.is_floating_point():
+            by_device[piece.tensor.device].append(piece)
+    for some in by_device.values():
         # A sum is one pass without a mask; only where it is no number is every one looked at.
-        sums = torch.stack([piece.tensor.sum(dtype=torch.float32) for piece in pieces]).tolist()
-        for piece, total in zip(pieces, sums, strict=True):
+        sums = torch.stack([piece.tensor.sum(dtype=torch.float32) for piece in some]).tolist()
+        for piece, total in zip(some, sums, strict=True):
             if total - total != 0 and not bool(torch.isfinite(piece.tensor).all()):
                 raise NonFiniteError(f"{piece.name} holds NaN or infinity: nothing is saved")
 

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,8 +34,9 @@ from jobs.problem import JobError
 from trainer.adapter import paces
 from trainer.adapter_files import load_adapter, resume_adapter
 from trainer.agreement import Agreement
-from trainer.checkpoint import Saver, load_optimizer, publish_output
+from trainer.checkpoint import Saver, load_average, load_optimizer, publish_output
 from trainer.data import Batch, Latents, StepData, TrainingData
+from trainer.ema import Ema
 from trainer.flow import image_losses
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
@@ -100,6 +101,7 @@ class Training:
     validator: Validator
     requests: Requests
     saver: Saver
+    ema: Ema | None
     start: int  # updates done before this process began
     done: int = field(default=0, init=False)  # updates that this process has seen the end of, those before it included
     last_pass: bool = field(default=True, init=False)  # of the step: its backward may update
@@ -150,18 +152,21 @@ class Training:
             resume_adapter(state, tensors, job.lora)
         elif job.lora and job.lora.start:
             load_adapter(Volume(run.volume).resolve(job.lora.start), tensors, job.lora)
+        start = state.step if state else 0
+        ema = Ema(job.ema, job.seed, model, tensors, start, host=plan.ema_on_host) if job.ema else None
         if state:
             load_optimizer(state, optimizer)
+            load_average(state, tensors, ema)
         schedule = make_schedule(job, plan.steps)
-        sampler, validator = Sampler(run, model, world), Validator(run, model, world, data, start)
+        sampler, validator = Sampler(run, model, world, ema), Validator(run, model, world, data, start)
         requests, saver = Requests(run, world), Saver(run, world)
         time_left = TimeLeft(run, map(data.pixels, range(plan.steps)), validator.images_of_a_process, saver.guess())
         metrics = Metrics(run.folder, start, world, job.non_finite_steps, time_left)
-        parts = (data, model, tensors, optimizer, schedule, metrics, sampler, validator, requests, saver)
+        parts = (data, model, tensors, optimizer, schedule, metrics, sampler, validator, requests, saver, ema)
         training = cls(run, world, state, *parts, start)
         if plan.optimizer_in_backward:
             device = world.device
-            update_in_backward(tensors, optimizer, training.streamed_weights, device, lambda: training.last_pass)
+            update_in_backward(tensors, optimizer, ema, training.streamed_weights, device, lambda: training.last_pass)
         return training
 
     def steps(self) -> Iterator[int]:
@@ -200,11 +205,15 @@ class Training:
                 self.pace.meet()
                 dist.all_reduce(sums.values)
                 self.optimizer.begin_step(step, learning_rate, torch.isfinite(sums.loss).float())
+                if self.ema:
+                    self.ema.begin_step(step)
             loss.backward()
         if not self.tensors[0].sharded and world.size > 1:
             sum_gradients(self.tensors)
         norm = clip_gradients(self.tensors, job.max_grad_norm) if job.max_grad_norm else None
         self.optimizer.finish_step()
+        if self.ema:
+            self.ema.finish_step()
         skipped = self.optimizer.skipped
         dist.all_reduce(skipped)
         return StepRecord(step + 1, sums.loss, norm, learning_rate, data.images, skipped, sums.values, data.pixels)
@@ -219,7 +228,8 @@ class Training:
         """Tries the model on pictures it is not shown, where it is time to. ``saving``: a state is saved next."""
         if self.validator.due(step, saving):
             self.world.place.enter(Phase.VALIDATING)
-            self.validated = step, self.validator.round(step, self.metrics)
+            with self.ema.shown() if self.ema else nullcontext():  # what is saved is what is tried
+                self.validated = step, self.validator.round(step, self.metrics)
             self.metrics.restart_clock("validation")
 
     def _enter_pass(self, step: int, batch: Batch) -> None:
@@ -251,7 +261,8 @@ class Training:
             return
         with self._told_when_not_saved(step):
             validated = self.validated[1] if self.validated[0] == step else None
-            self.saver.begin(step, self.tensors, self.optimizer, metadata(self.run, step), validated)
+            told = metadata(self.run, step)
+            self.saver.begin(step, self.tensors, self.optimizer, told, validated, self.ema)
         self.requests.saved_one()
         if self.saver.writing and not self.saver.writing.thread:
             self.publish()
@@ -338,20 +349,27 @@ class Training:
 def update_in_backward(
     tensors: list[Trained],
     optimizer: Optimizer,
+    ema: Ema | None,
     streamed: StreamedWeights | None,
     device: torch.device,
     due: Callable[[], bool],
 ) -> None:
     """Lets backward, where it is ``due``, update each tensor as soon as its gradient is there (under FSDP2: reduced),
     and drop it."""
+
+    def update(tensor: Trained) -> None:
+        optimizer.update(tensor)
+        if ema:
+            ema.follow(tensor)
+
     for tensor in tensors:
 
         def use(_: torch.Tensor, tensor: Trained = tensor) -> None:
             if due():
                 if optimizer.any_stream:
-                    optimizer.update(tensor)
+                    update(tensor)
                 else:
-                    on_default_stream(lambda: optimizer.update(tensor), device)
+                    on_default_stream(lambda: update(tensor), device)
                 if streamed:
                     streamed.updated(tensor.parameter)
 

@@ -120,6 +120,23 @@ def test_a_sample_needs_room_too() -> None:
     assert memory_per_gpu(drawing, way()).peak > memory_per_gpu(work("lora", 256), way()).peak
 
 
+def test_the_largest_sample_counts() -> None:
+    small = work(extra="sample: {prompts: [x]}\n")
+    mixed = work(extra="sample: {prompts: [x, y --width 2048 --height 1536 --steps 48]}\n")
+    assert (small.sample_pixels, mixed.sample_pixels) == (1024**2, 2048 * 1536)
+    assert mixed.sample_flops > 5 * small.sample_flops
+
+
+@pytest.mark.parametrize(("extra", "gib"), [("", 0), ("ema: {}\n", 44.3), ("ema: {dtype: bf16}\n", 22.2)])
+def test_the_average_of_the_weights(extra: str, gib: float) -> None:
+    averaged = work(extra=extra)
+    assert averaged.ema / GIB == pytest.approx(gib, abs=0.1)
+    assert averaged.state == work().state + averaged.ema
+    here, away = (memory_per_gpu(averaged, way(ema_on_host=host)).average for host in (False, True))
+    assert here >= averaged.ema
+    assert away <= 0.15 * here
+
+
 def test_traffic_without_nvlink_takes_over() -> None:
     h100, l40s = find_gpu("H100"), find_gpu("L40S")
     assert h100

@@ -192,6 +192,34 @@ def test_states_sent_to_a_host_without_room() -> None:
         make_plan(job(extra="plan: {optimizer_states: host}\n"), pod("H200", memory=16 * GIB), DEV, DATA)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "on_host", "states"),
+    [(["H200"], False, 0), (["A100 80GB"], True, 0), (["A100 80GB"] * 2, False, 0), (["L40S"], True, 57)],
+)
+def test_the_average_of_the_weights_goes_to_the_host_before_the_states(
+    gpus: list[str], on_host: bool, states: int
+) -> None:
+    ram = {"memory": 128 * GIB}
+    plan = make_plan(job(extra="ema: {}\n"), pod(*gpus, **ram), DEV, DATA)
+    assert (plan.ema_on_host, plan.host_state_blocks >= states // 2) == (on_host, True)
+    assert plan.memory_per_gpu <= USABLE * pod(*gpus).gpus[0].memory
+    assert f"fp32, on {'host' if on_host else 'device'}: 47.6 GB; it follows the weights every 10 steps" in reason(
+        plan, "average"
+    )
+
+
+def test_weights_lie_on_the_host_only_with_their_average() -> None:
+    plan = make_plan(job(extra="ema: {}\n"), pod("RTX 4090", memory=256 * GIB), DEV, DATA)
+    assert plan.streamed_blocks
+    assert plan.ema_on_host
+
+
+def test_an_average_that_does_not_fit_is_told_with_the_way_out() -> None:
+    with pytest.raises(PodError, match=r"and the average's 44\.\d GiB on the host this pod needs 6\d\.\d GiB") as error:
+        make_plan(job(extra="ema: {}\n"), pod("L40S", memory=46 * GIB), DEV, DATA)
+    assert "no ema (" in str(error.value)
+
+
 def test_prodigy_looks_at_the_whole_model() -> None:
     big = replace(pod("H200", "H200").gpus[0], memory=400 * GIB)
     plan = make_plan(
@@ -397,6 +425,8 @@ def test_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     assert one.disk_bytes == one.state_bytes
     lora = make_plan(job("lora"), pod("H200"), DEV, DATA)
     assert lora.disk_bytes < 4e9
+    averaged = make_plan(job(extra="steps: 2000\nema: {dtype: bf16}\n"), pod("H200"), DEV, DATA)
+    assert averaged.disk_bytes == plan.disk_bytes + 2 * weights
 
 
 def test_many_processes_and_little_memory_is_a_warning() -> None:

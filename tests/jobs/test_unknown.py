@@ -56,6 +56,7 @@ def test_all_groups_are_found() -> None:
         "save",
         "sample",
         "validation",
+        "ema",
         "output",
         "notify",
         "plan",

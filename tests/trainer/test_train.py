@@ -210,12 +210,15 @@ def last_sample(each: Trained) -> np.ndarray:
         return np.asarray(image, dtype=int)
 
 
-def test_a_finished_checkpoint_draws_the_last_sample_in_the_stock_pipeline(volume: Volume, flux_tiny: Path) -> None:
+@pytest.mark.parametrize("ema", [None, {"every": 1}])
+def test_a_finished_checkpoint_draws_the_last_sample_in_the_stock_pipeline(
+    ema: dict[str, int] | None, volume: Volume, flux_tiny: Path
+) -> None:
     from trainer.model import bare_model, fill, sources
 
     prompt = "a large red circle on a white background"
-    keys: dict[str, Any] = {"steps": 2, "sample": SMALL | {"prompts": [prompt]}}
-    each = trained(volume, name="picture", plan={"processes": 2}, **keys)
+    keys: dict[str, Any] = {"steps": 2, "sample": SMALL | {"prompts": [prompt]}, "ema": ema}
+    each = trained(volume, name=f"picture-{'average' if ema else 'live'}", plan={"processes": 2}, **keys)
 
     def load(pipeline: Any) -> None:
         model = bare_model(FLUX_TINY).to_empty(device="cpu")
