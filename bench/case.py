@@ -29,6 +29,7 @@ from bootstrap.gpus import GIB
 from bootstrap.plan import DataSummary, make_plan
 from bootstrap.pod import Pod, read_pod
 from bootstrap.run_file import RunFile
+from bootstrap.validation import read_rounds
 from bootstrap.volume import Volume, write_json
 from bootstrap.wanted import Wanted
 from bootstrap.weights import Weights
@@ -76,8 +77,9 @@ def prepare(case: Case, volume: Volume) -> RunFile:
     data = DataSummary(images=len(items), items_per_epoch=len(items), buckets=((*bucket, len(items)),))
     plan = make_plan(job, pod_of(case, volume), weights.shape, data)
     run = RunFile(job, plan, weights, volume.root)
-    write_cache(items, run)
-    run.write(items)
+    held_out = tuple(replace(items[0], path=f"held-out-{i}.png", digest=f"{i:064x}") for i in range(1, 17))
+    write_cache(items, held_out, run)
+    run.write(items, held_out)
     return run
 
 
@@ -113,11 +115,11 @@ def stand_in(volume: Volume) -> Weights:
     )
 
 
-def write_cache(items: tuple[Item, ...], run: RunFile) -> None:
+def write_cache(items: tuple[Item, ...], held_out: tuple[Item, ...], run: RunFile) -> None:
     """Latents and texts of the sizes and spreads of real ones."""
     generator = torch.Generator().manual_seed(0)
     shape = run.weights.shape
-    wanted = Wanted.of(run.job, run.plan, items, run.weights)
+    wanted = Wanted.of(run.job, run.plan, items, run.weights, held_out)
     with ShardWriter(run.cache) as writer:
         for key, cropped in wanted.crops.items():
             width, height = cropped.item.bucket
@@ -177,8 +179,9 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
     if save:
         train(training)
     else:
-        for _ in training.steps():
-            pass
+        training.validate(0)
+        for done in training.steps():
+            training.validate(done)
         training.metrics.flush()
     took = time.monotonic() - begun
     lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
@@ -215,6 +218,7 @@ def measure(case: Case, run: RunFile, world: World, save: bool) -> dict[str, obj
         "streamed_blocks": run.plan.streamed_blocks,
         "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "kohya_seconds": case.kohya,
+        "validation_seconds": [each.seconds for each in read_rounds(run.folder.validation)],
     }
 
 

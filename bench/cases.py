@@ -94,11 +94,22 @@ EACH_GPU = {
 }
 
 
+# Measured where their names are asked for: what a round of validation takes, with compiled blocks in between.
+APART = {
+    case.name: case
+    for case in (
+        Case("full-512x4-validated", full(512, 4, validation={"path": "none", "every": 5}), 512),
+        Case("lora-1024-validated", lora(1024, 1, validation={"path": "none", "every": 5}), 1024),
+    )
+}
+
+
 def find_case(name: str) -> Case:
     """A case by its name; with ``-x2`` behind it, as much on each of two GPUs. Raises ValueError for no case."""
     if together := re.fullmatch(r"(.+)-x(\d+)", name):
         case, gpus = EACH_GPU[together[1]], int(together[2])
         return replace(case, name=name, job=case.job | {"images_per_step": case.job["images_per_step"] * gpus})
-    if name not in CASES | EACH_GPU:
-        raise ValueError(f"no case {name}; there are {', '.join(CASES | EACH_GPU)}")
-    return EACH_GPU.get(name) or CASES[name]
+    every = APART | CASES | EACH_GPU
+    if name not in every:
+        raise ValueError(f"no case {name}; there are {', '.join(every)}")
+    return every[name]
