@@ -22,6 +22,7 @@ from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
 
+from bootstrap.figures import curves_of
 from bootstrap.outcome import DONE, STOPPED, Outcome
 from bootstrap.remote import shown_path
 from bootstrap.run_file import RunFile
@@ -79,7 +80,7 @@ class Mirror:
         before = self.position
         for line in self._lines(self.metrics):
             if line["step"] > self.position.step:
-                self.log({"step": line["step"]} | dict(_figures(line)))
+                self.log({"step": line["step"]} | dict(curves_of(line)))
                 self.position = replace(self.position, step=line["step"])
         for line in self._lines(self.rounds):
             if line["step"] > self.position.validation:
@@ -107,16 +108,6 @@ class Mirror:
                 line = json.loads(text)
                 if isinstance(line, dict) and isinstance(line.get("step"), int):
                     yield line
-
-
-def _figures(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line of metrics; a list is a curve for each band of noise levels, or for each GPU."""
-    for name, value in line.items():
-        if isinstance(value, list):
-            of = band_name if name == "loss_by_level" else "gpu-{}".format
-            yield from ((f"train/{name}/{of(place)}", each) for place, each in enumerate(value) if each is not None)
-        elif name != "step" and isinstance(value, (int, float)):
-            yield f"train/{name}", value
 
 
 def settings_of(run: RunFile) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from bootstrap.validation import BANDS, band_name
+from bootstrap.figures import curves_of
+from bootstrap.validation import BANDS
 from bootstrap.volume import RunFolder, write_atomically
 from trainer.time_left import Pause, TimeLeft, compiling_seconds
 from trainer.world import World
@@ -221,8 +222,8 @@ class Metrics:
             line |= self._of_sums(sums)
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-        for name, value in scalars(line):
-            self.board.add_scalar(f"train/{name}", value, record.step)
+        for name, value in curves_of(line):
+            self.board.add_scalar(name, value, record.step)
 
     def _of_sums(self, sums: list[float]) -> dict[str, Any]:
         losses, weights, told = sums[:BANDS], sums[BANDS : 2 * BANDS], sums[2 * BANDS :]
@@ -241,17 +242,6 @@ class Metrics:
         if self.writes:
             self.file.close()
             self.board.close()
-
-
-def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line of ``metrics.jsonl`` as curves: a list is one curve for each band of levels, or GPU."""
-    for name, value in line.items():
-        if name in ("step", "images_by_level"):
-            continue
-        for place, each in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(each, (int, float)):
-                of = "" if place is None else f"/{band_name(place) if name == 'loss_by_level' else f'gpu-{place}'}"
-                yield f"{name}{of}", each
 
 
 def what_is_wrong(step: int, loss: float, norm: float | None, skipped: int) -> str:

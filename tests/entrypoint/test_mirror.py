@@ -51,6 +51,7 @@ def add_steps(folder: RunFolder, *steps: int) -> None:
     with folder.metrics.open("a") as file:
         for step in steps:
             line = {"step": step, "loss": step / 10, "loss_by_level": [0.5, None, None, 1.0], "memory_gib": [4.0, 5.0]}
+            line["images_by_level"] = [1.0, 0.0, 0.0, 3.0]
             file.write(json.dumps(line) + "\n")
 
 
