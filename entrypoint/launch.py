@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from jobs.secret import is_secret
 
 LOOK_EVERY = 0.2  # seconds between two looks at a child
 SHARED_MEMORY = Path("/dev/shm")
+PORTS = range(20_000, 32_768)  # for the launcher; Linux gives those above to outgoing connections
 
 
 class StillRunning(RuntimeError):
@@ -147,10 +150,13 @@ def child_environment(run: RunFile, environment: Mapping[str, str]) -> dict[str,
 
 
 def free_port() -> int:
-    """A port nobody listens on now: the launcher's own default is one, and taken by a leftover or a second job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on now: the launcher's own default is one, and taken by a leftover or a second job. Not one
+    that the kernel would give: until the launcher listens, seconds later, any connection might get it."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port from {PORTS[0]} to {PORTS[-1]} is free")
 
 
 def run_children(

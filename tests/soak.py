@@ -44,7 +44,7 @@ JOB: dict[str, Any] = {
 }
 KINDS = ("kill one", "kill all", "hold one", "raise in one", "stop one", "stop all", "stop twice")
 SILENCE = 10.0  # seconds without a sign of life, in place of the product's two minutes
-LIMIT = 120.0  # seconds in which everything must have ended, whatever was done to it
+LIMIT = 240.0  # seconds in which everything must have ended, whatever was done to it
 
 
 def soak(volume: Volume, name: str, kinds: Sequence[str], seed: int, **keys: Any) -> Counter[str]:

@@ -24,6 +24,7 @@ from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume, read_json
 from entrypoint import launch
 from entrypoint.launch import (
+    PORTS,
     Stop,
     Stopped,
     child_environment,
@@ -93,13 +94,15 @@ def test_the_encoder_takes_its_part() -> None:
     assert encoder_command(RUN_FILE, 1, 3)[1:] == ["-m", "trainer.encode", str(RUN_FILE), "--part", "1", "--parts", "3"]
 
 
-def test_a_port_that_is_free() -> None:
+def test_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """P53: the launcher's own 29500 may be held by a leftover or a second job."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        ports = {free_port() for _ in range(20)}
-        assert taken.getsockname()[1] not in ports
-    assert all(1024 < port < 65536 for port in ports)
+        taken.bind(("", PORTS[5]))
+        monkeypatch.setattr(launch, "PORTS", PORTS[5:7])
+        assert {free_port() for _ in range(20)} == {PORTS[6]}
+        monkeypatch.setattr(launch, "PORTS", PORTS[5:6])
+        with pytest.raises(OSError, match="no port from"):
+            free_port()
 
 
 # ---------------------------------------------------------------- environments
