@@ -55,6 +55,11 @@ def why_not(account: Mapping[str, Any], repo: str) -> str:
     it. What an answer does not say is no reason."""
     owner, user = repo.partition("/")[0], str(account.get("name", ""))
     orgs = {org.get("name"): org.get("roleInOrg") for org in account.get("orgs") or ()}
+    given = (account.get("auth") or {}).get("accessToken") or {}
+    scopes = (given.get("fineGrained") or {}).get("scoped") or ()
+    rights = {(scope.get("entity") or {}).get("name"): scope.get("permissions") or () for scope in scopes}
+    if any("repo.write" in rights.get(name, ()) for name in (owner, repo)):
+        return ""
     if owner != user and owner not in orgs:
         mine = ", ".join(filter(None, [user, *map(str, orgs)]))
         return (
@@ -63,24 +68,16 @@ def why_not(account: Mapping[str, Any], repo: str) -> str:
         )
     if orgs.get(owner) == "read":
         return f"{user} may only read in {owner}. Ask an admin of {owner} for the role 'write', or choose {user}/..."
-    given = (account.get("auth") or {}).get("accessToken") or {}
     if given.get("role") == "read":
         return (
             f"The token may only read, and {repo} is to be written to. Make one of the kind 'write' at {TOKENS_PAGE} "
             "and set HF_UPLOAD_TOKEN; HF_TOKEN may stay as it is."
         )
     if given.get("role") == "fineGrained":
-        scopes = (given.get("fineGrained") or {}).get("scoped") or ()
-        entitled = any(
-            (scope.get("entity") or {}).get("name") in (owner, repo)
-            and "repo.write" in (scope.get("permissions") or ())
-            for scope in scopes
+        return (
+            f"The token has no right to write to {owner}'s repositories. At {TOKENS_PAGE} give it 'Write access to "
+            f"contents/settings of all repos' under {owner}, or under {repo}."
         )
-        if not entitled:
-            return (
-                f"The token has no right to write to {owner}'s repositories. At {TOKENS_PAGE} give it 'Write access to "
-                f"contents/settings of all repos' under {owner}, or under {repo}."
-            )
     return ""
 
 

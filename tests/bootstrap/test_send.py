@@ -227,6 +227,7 @@ def test_a_repository_that_is_there_is_taken_with_the_licence_of_the_base(
         (account(orgs=(("school", "read"),)), "school/x", "may only read in school"),
         (account(), "you/x", "Write one of me before the /"),
         (account(role="fineGrained", me=["repo.write"]), "me/x", ""),
+        (account(role="fineGrained", studio=["repo.write"]), "studio/x", ""),  # an org that the answer does not list
         (account(role="fineGrained", **{"me/x": ["repo.write"]}), "me/x", ""),
         (account(role="fineGrained", me=["repo.content.read"]), "me/x", "no right to write to me's repositories"),
         (account(role="fineGrained"), "me/x", "no right to write to me's repositories"),
