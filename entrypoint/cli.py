@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _model_commands(commands)
 
     upload = commands.add_parser("upload", help="bring a run's finished file, or a state's weights, to the hub")
-    upload.add_argument("run", help="RUN for its finished file (or newest state), or RUN/STEP")
+    upload.add_argument("run", help="RUN for its finished file (or newest state), RUN/STEP, or a state's folder")
     upload.add_argument("--repo", metavar="OWNER/NAME", help="where to; by default the job's output.hub")
     upload.add_argument("--public", action="store_true", help="if it is not there yet, make it public")
     _volume_option(upload)

@@ -256,12 +256,15 @@ def held(job: Job, refused: Exception, step: int) -> Outcome:
 
 def upload(volume: Volume, named: str, repo: str | None, public: bool, environ: Mapping[str, str]) -> int:
     """Brings the finished file of RUN, or the weights of the state RUN/STEP, to the hub; gives the exit code."""
-    name, _, step = named.strip("/").removeprefix("runs/").partition("/")
+    name, step = _run_and_step(named, volume)
     folder = volume.run(name)
     try:
         run = RunFile.read(folder.run_file)
-    except (OSError, ValueError):
+    except OSError:
         print(f"there is no run {name} in {volume.runs}: write RUN, or RUN/STEP; `fluxpod states RUN` lists the steps")
+        return JOB_WRONG
+    except ValueError:
+        print(f"{folder.run_file} is damaged, or of another version: start the run again, which writes it anew")
         return JOB_WRONG
     repo = repo or run.job.output.hub
     if repo is None:
@@ -286,6 +289,14 @@ def upload(volume: Volume, named: str, repo: str | None, public: bool, environ: 
         print(error)
         return ACCESS_REFUSED
     return DONE
+
+
+def _run_and_step(named: str, volume: Volume) -> tuple[str, str]:
+    """RUN, RUN/STEP, or a state's folder."""
+    path = Path(os.path.abspath(named))
+    parts = path.relative_to(volume.runs).parts if path.is_relative_to(volume.runs) else Path(named).parts
+    name, *more = [part for part in parts if part not in ("runs", "states", os.sep)] or [named]
+    return name, more[0] if more else ""
 
 
 def _print(line: str) -> None:

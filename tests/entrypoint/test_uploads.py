@@ -199,6 +199,7 @@ def test_by_hand(writable: LoopbackHub, tmp_path: Path, capsys: pytest.CaptureFi
     assert upload(volume, "flowers", None, False, environ) == JOB_WRONG
     assert upload(volume, "flowers", "no owner", False, environ) == JOB_WRONG
     assert upload(volume, "flowers/7", "me/other", False, environ) == JOB_WRONG
+    assert upload(volume, "/", "me/other", False, environ) == JOB_WRONG
     told = capsys.readouterr().out
     assert "there is no run nothing" in told
     assert "write --repo owner/name" in told
@@ -208,7 +209,8 @@ def test_by_hand(writable: LoopbackHub, tmp_path: Path, capsys: pytest.CaptureFi
     repo = writable.repos["me/other"]
     assert not repo.private
     assert "states/flowers-000005.safetensors" in repo.files()
-    assert upload(volume, "runs/flowers/step-000005", "me/other", True, environ) == DONE
+    for named in ("runs/flowers/step-000005", str(volume.run("flowers").states / "step-000005")):
+        assert upload(volume, named, "me/other", True, environ) == DONE
     assert "is on https://huggingface.co/me/other already, verified" in capsys.readouterr().out
     assert upload(volume, "flowers", "me/other", True, {}) == ACCESS_REFUSED
     assert "neither HF_UPLOAD_TOKEN nor HF_TOKEN is set" in capsys.readouterr().out
