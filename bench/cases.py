@@ -77,6 +77,11 @@ CASES = {
         # Cards of 20, 16 and 12 GB.
         Case("lora-1024-int8", lora(1024, 1, plan={"base_precision": "int8"}), 1024, 14, card_gib=19.1),
         Case("lora-1024-fp8", lora(1024, 1, plan={"base_precision": "fp8"}), 1024, 14, card_gib=19.1),
+        # Products in fp8, whose fidelity bench.fidelity shows.
+        Case("full-1024-fp8-rowwise", full(1024, 1, plan={"products": "fp8-rowwise"}), 1024, 14),
+        Case("full-1024-fp8-tensorwise", full(1024, 1, plan={"products": "fp8-tensorwise"}), 1024, 14),
+        Case("lora-1024-fp8-rowwise", lora(1024, 1, plan={"products": "fp8-rowwise"}), 1024, 14),
+        Case("lora-1024-fp8-tensorwise", lora(1024, 1, plan={"products": "fp8-tensorwise"}), 1024, 14),
         Case("lora-1024-16gb", lora(1024, 1), 1024, 14, card_gib=15.2, at_least=0.8, aim=0.6),
         Case("lora-1024-nf4", lora(1024, 1), 1024, 14, card_gib=11.2, at_least=0.8, aim=0.6),
     )

@@ -4,7 +4,7 @@
 the product's own optimizers: with float32 masters of all weights (``fp32``: what everything is measured by), with bf16
 weights rounded stochastically (``bf16``: what the product does), and with bf16 weights rounded to nearest
 (``nearest``: what it does not do, and why). It prints one Markdown table, and ends with 1 where bf16 weights went less
-far, or further, than float32 masters by more than 2 %.
+far, or further, than float32 masters by more than 2 %. ``--products`` adds what products in fp8 do to it.
 
 A model of 250 M parameters on a GPU (one process for each learning rate, side by side), flux-tiny on a CPU.
 
@@ -20,6 +20,7 @@ Columns, of the way d from the first to the last weights, over all of them as on
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import multiprocessing
@@ -50,9 +51,11 @@ from bootstrap.volume import Volume
 from bootstrap.wanted import Wanted
 from bootstrap.weights import Weights
 from jobs.schema import Job
+from jobs.values import Products
 from trainer.attention import ATTENTIONS
 from trainer.data import Batch, Latents, TrainingData
 from trainer.flow import loss_sum
+from trainer.fp8_products import SCALINGS, multiply_in_fp8
 from trainer.make_optimizer import make_optimizer
 from trainer.model import predict
 from trainer.optimizer import Optimizer
@@ -74,6 +77,7 @@ Arithmetic = Literal["fp32", "bf16", "nearest"]
 class Mode:
     optimizer: str
     arithmetic: Arithmetic
+    products: Products = "bf16"
 
     @property
     def twin(self) -> Mode:
@@ -99,6 +103,7 @@ class Row:
     learning_rate: float
     optimizer: str
     arithmetic: Arithmetic
+    products: Products
     progress: float
     of_adamw: float
     length: float
@@ -109,7 +114,9 @@ class Row:
 
     @property
     def arrives(self) -> bool:
-        return self.arithmetic == "nearest" or abs(self.progress - 1) <= TOLERANCE
+        """Whether rounding the weights takes nothing away; of rounding before products nothing is asked here."""
+        free = self.arithmetic == "nearest" or self.products != "bf16"
+        return free or abs(self.progress - 1) <= TOLERANCE
 
 
 # ---------------------------------------------------------------- what is trained, on what
@@ -218,7 +225,9 @@ class Trials:
             return [step.batches[0].to(self.device) for step in data.prepared(first, first + count)]
 
         self.batches, self.held_out = batches(0, steps), batches(steps, HELD_OUT)
+        self.model = model
         self.gradients = Gradients(model, self.batches[0], run.job.guidance)
+        self.by_products: dict[Products, Gradients] = {"bf16": self.gradients}
         self.start = [tensor.weight.clone() for tensor in self.tensors]
         if settling:
             self.train(REFERENCE, SETTLING_RATE, batches(steps + HELD_OUT, settling))
@@ -252,9 +261,9 @@ class Trials:
         if mode.arithmetic == "nearest":
             optimizer.put_back = round_to_nearest  # type: ignore[method-assign]
         go = torch.ones((), device=self.device)
-        losses = []
+        losses, gradients = [], self._gradients_by(mode.products)
         for step, batch in enumerate(batches):
-            losses.append(self.gradients(batch))
+            losses.append(gradients(batch))
             optimizer.begin_step(step, learning_rate, go)
             if mode.arithmetic == "fp32":
                 self._step_masters(held, optimizer)
@@ -262,6 +271,14 @@ class Trials:
                 for tensor in reversed(held):  # as a backward pass comes to them
                     optimizer.update(tensor)
         return losses, [tensor.weight for tensor in held]
+
+    def _gradients_by(self, products: Products) -> Gradients:
+        """Of the same weights; every loss on what is held out is by products in bf16."""
+        if products != "bf16" and products not in self.by_products:
+            model = sharing_weights(self.model)
+            multiply_in_fp8(model, products)
+            self.by_products[products] = Gradients(model, self.batches[0], self.run.job.guidance)
+        return self.by_products[products]
 
     def _masters(self) -> list[Trained]:
         return [replace(tensor, parameter=nn.Parameter(tensor.weight.float())) for tensor in self.tensors]
@@ -284,6 +301,12 @@ class Trials:
         return float(torch.stack([self.gradients.loss(batch) for batch in self.held_out]).mean())
 
 
+def sharing_weights(model: FluxTransformer2DModel) -> FluxTransformer2DModel:
+    """Another model with the same parameters."""
+    same = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, same)  # a memo: these are taken for copied already
+
+
 def round_to_nearest(tensor: Trained, stepped: torch.Tensor) -> None:
     """In place of Optimizer.put_back."""
     tensor.weight.copy_(stepped)
@@ -304,6 +327,7 @@ def compare(mode: Mode, learning_rate: float, way: Way, twin: Way, adamw: Way, b
         learning_rate,
         mode.optimizer,
         mode.arithmetic,
+        mode.products,
         progress=dot(way.moved, twin.moved) / dot(twin.moved, twin.moved),
         of_adamw=dot(way.moved, adamw.moved) / dot(adamw.moved, adamw.moved),
         length=math.sqrt(dot(way.moved, way.moved) / dot(twin.moved, twin.moved)),
@@ -325,8 +349,8 @@ def measure_rate(run_file: Path, steps: int, settling: int, modes: tuple[Mode, .
         if mode.arithmetic == "fp32":
             ways[mode] = way
         rows.append(compare(mode, rate, way, ways[mode.twin], ways[REFERENCE], trials.held_out_before))
-        told = f"{rate:g} {mode.optimizer} {mode.arithmetic}: progress {rows[-1].progress:.3f}, {way.seconds:.1f} s"
-        print(told, file=sys.stderr, flush=True)
+        told = f"{rate:g} {mode.optimizer} {mode.arithmetic} {mode.products}"
+        print(f"{told}: progress {rows[-1].progress:.3f}, {way.seconds:.1f} s", file=sys.stderr, flush=True)
     return rows
 
 
@@ -346,14 +370,15 @@ def measure_all(run_file: Path, steps: int, settling: int, rates: Sequence[float
 
 
 HEAD = (
-    "| learning rate | optimizer | weights | progress | of AdamW | length | changed | loss fall | curve | s |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| rate | optimizer | weights | products | progress | of AdamW | length | changed | loss fall | curve | s |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
         f"| {row.learning_rate:g} | {row.optimizer} | {row.arithmetic}{'' if row.arrives else ' **off**'} "
+        f"| {row.products} "
         f"| {row.progress:.3f} | {row.of_adamw:.3f} | {row.length:.2f} | {row.changed:.2f} | {row.loss_fall:.3f} "
         f"| {row.curve:.1%} | {row.seconds:.1f} |"
         for row in rows
@@ -368,11 +393,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--settling", type=int, default=SETTLING if on_gpu else 30, help="steps before, in float32")
     parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES), help="comma-separated")
     parser.add_argument("--optimizers", default="", help="comma-separated; all by default")
+    parser.add_argument("--products", default="", help="AdamW with these as well: fp8-rowwise,fp8-tensorwise")
     parser.add_argument("--json", type=Path, help="where to write the rows, too")
     options = parser.parse_args(arguments)
     rates = [float(rate) for rate in options.rates.split(",")]
     names = options.optimizers.split(",") if options.optimizers else [mode.optimizer for mode in MODES]
     modes = [mode for mode in MODES if mode.optimizer in names or mode == REFERENCE]
+    modes += [Mode("AdamW", "bf16", products) for products in SCALINGS if products in options.products.split(",")]
     shape, size, images = (MID_SIZE, 256, 4) if on_gpu else (FLUX_TINY, 64, 2)
     with tempfile.TemporaryDirectory() as folder:
         run_file = prepare(Volume(Path(folder)), shape, size, images)

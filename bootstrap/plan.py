@@ -29,12 +29,14 @@ from bootstrap.ways import (
     host_memory,
     linked,
     refuse_contradictions,
+    refuse_products,
     slowest,
     split_images,
     usable_memory,
 )
 from bootstrap.ways_out import no_way, spelled_out
 from jobs.schema import Job
+from jobs.values import Products
 
 CPU_PARAMETERS = 100_000_000  # flux-tiny has a few millions; one step of a real FLUX on a CPU takes most of an hour
 LORA_STEPS = 1000
@@ -80,6 +82,7 @@ class Plan:
     warnings: tuple[str, ...]
     ema_on_host: bool = False  # the average of the blocks' weights lies on the host
     p2p: bool = True  # whether NCCL may let the GPUs talk to each other directly
+    products: Products = "bf16"  # number format in which the blocks' large matrices are multiplied
     setting: str = ""  # what of job and cards the plan's memory hangs on: bootstrap/shortage.py
     assistant_bytes: int = 0  # of assistant_lora, on each GPU
 
@@ -142,6 +145,7 @@ def make_plan(
     if chosen is None:
         raise no_way(job, pod, work, gpus, sizes, failed)
     way = chosen
+    refuse_products(job, gpus, way.processes)
     split = split_images(job.images_per_step, way.processes)
     steps, per_epoch, length_reason = run_length(job, data)
     disk, disk_reason = disk_needed(job, work, steps, per_epoch)
@@ -185,6 +189,7 @@ def make_plan(
         choices=choices,
         warnings=(),
         p2p=pod.p2p,
+        products=job.plan.products or "bf16",
         setting=setting,
         assistant_bytes=assistant,
     )

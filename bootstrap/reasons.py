@@ -66,6 +66,9 @@ def explain(
     choices.append(Choice("compile", _on(way.compiled), told("compile", reason)))
     if work.lora:
         choices += [_explain_base(work, way, told, instead), _explain_adapter(job, work)]
+    if wish.products not in (None, "bf16"):
+        reason = "plan.products says so; weights stay bf16. Speed and memory are estimated as with bf16"
+        choices.append(Choice("products", f"{wish.products}", reason))
     choices += [_explain_update(job, way, told), _explain_states(job, work, way, told, instead)]
     if job.ema:
         choices.append(_explain_average(job.ema, work, way, instead))

@@ -28,6 +28,7 @@ from jobs.schema import Job
 
 ACCUMULATION_COST = 1.05  # several passes must be this much faster than one: bf16 sums of gradients lose digits
 ANY_MEMORY = 1 << 60
+FP8 = (8, 9)  # the compute capability from which cards multiply in fp8
 GRADE = 4  # blocks by which more are checkpointed or streamed: about 2 GiB
 UNKNOWN_GPU = GpuModel("", "", 0, 100, 800, (8, 0))  # only to compare ways on a card that the table lacks
 
@@ -74,10 +75,32 @@ def refuse_contradictions(job: Job, base: FluxShape) -> None:
         refuse("processes", message, "Write 1, leave the key out, or take AdamW8bit")
     if wish.base_precision not in (None, "bf16") and not lora:
         refuse("base_precision", "method full trains all weights, in bf16", "Leave the key out, or take method: lora")
+    if multiplies_in_fp8(job) and wish.base_precision not in (None, "bf16"):
+        message = f"a base in {wish.base_precision} is taken back to bf16 for each product"
+        refuse("products", message, "Leave one of products and base_precision out")
     if job.lora:
         problems += lora_problems(estimate.linear_layers(base), job.lora)
     if problems:
         raise JobError(problems)
+
+
+def multiplies_in_fp8(job: Job) -> bool:
+    return job.plan.products not in (None, "bf16")
+
+
+def refuse_products(job: Job, gpus: Sequence[Gpu], processes: int) -> None:
+    """Raises PodError where these cards cannot multiply as the job says, JobError where so many processes cannot."""
+    if not multiplies_in_fp8(job):
+        return
+    if job.method == "full" and processes > 1:
+        message = f"{job.plan.products} is for one process where all weights are trained; there are {processes}"
+        raise JobError([Problem(message, "Write gpus: 1, or leave the key out", "plan.products")])
+    lacking = sorted({gpu.name for gpu in gpus if gpu.capability and gpu.capability < FP8})
+    if lacking:
+        raise PodError(
+            f"{', '.join(lacking)} has no fp8 arithmetic, which plan.products asks for: that came with compute "
+            "capability 8.9. Leave the key out, or choose an Ada, Hopper or Blackwell card, such as L40S or H100."
+        )
 
 
 def needs_whole_model(optimizer: str) -> bool:
@@ -235,7 +258,13 @@ def ways(job: Job, pod: Pod, work: Work, processes: int) -> Iterator[Arrangement
     share = max(split_images(job.images_per_step, processes))
     sharded = full and processes > 1
     per_pass = [min(wish.images_per_pass, share)] if wish.images_per_pass else pass_sizes(share)
-    bases = (wish.base_precision,) if wish.base_precision else ("bf16",) if full else MOST_FAITHFUL
+    bases = (
+        (wish.base_precision,)
+        if wish.base_precision
+        else ("bf16",)
+        if full or multiplies_in_fp8(job)
+        else MOST_FAITHFUL
+    )
     decodings = (False, True) if work.sample_pixels > TILE**2 else (False,)
     averages = (False, True) if full and work.ema else (False,)
     for images, base, tiled, average in itertools.product(per_pass, bases, decodings, averages):

@@ -158,6 +158,7 @@ ROWS: dict[str, Row] = {
     "plan.images_per_pass": Row(_PLAN),
     "plan.optimizer_in_backward": Row(_PLAN),
     "plan.optimizer_states": Row(_PLAN),
+    "plan.products": Row("the next start multiplies that way, which rounds otherwise"),
     "plan.retry": Row("at the next time memory runs out"),
 }
 

@@ -45,6 +45,7 @@ CROP_POINTS = {
 }
 MOST_SEED = 2**63 - 1
 BASE_PRECISIONS = ("bf16", "int8", "fp8", "nf4")
+PRODUCTS = ("bf16", "fp8-rowwise", "fp8-tensorwise")
 TIMESTEP_SAMPLINGS = ("flux_shift", "shift", "sigmoid", "uniform")
 
 
@@ -382,6 +383,7 @@ Sharding = Annotated[Literal["none", "fsdp"], one_of("none", "fsdp")]
 LoraLayout = Annotated[Literal["kohya", "diffusers"], one_of(*LORA_LAYOUTS)]
 BasePrecision = Annotated[Literal["bf16", "int8", "fp8", "nf4"], one_of(*BASE_PRECISIONS)]
 AverageType = Annotated[Literal["fp32", "bf16"], one_of("fp32", "bf16")]
+Products = Annotated[Literal["bf16", "fp8-rowwise", "fp8-tensorwise"], one_of(*PRODUCTS)]
 StatesPlace = Annotated[Literal["device", "host"], one_of("device", "host")]
 Optimizer = Annotated[
     str, one_of(*OPTIMIZERS, otherwise="an import path such as package.module.Class"), _known_or_path(OPTIMIZERS)

@@ -28,6 +28,7 @@ from trainer.adapter import add_adapter
 from trainer.assistant import add_assistant
 from trainer.data import Batch
 from trainer.dropout import tell_images
+from trainer.fp8_products import multiply_in_fp8
 from trainer.peer_copies import use_copy_engines
 from trainer.quantised import QuantisedLinear
 from trainer.streamed import StreamedBlock, StreamedWeights
@@ -50,6 +51,8 @@ def build_model(
     Cut before it is filled, so that no process ever holds more than its rows; an adapter comes after its frozen base.
     """
     model = bare_model(shape, plan.base_precision)
+    if plan.products != "bf16":
+        multiply_in_fp8(model, plan.products)
     if job.lora is None:
         if plan.streamed_blocks:
             StreamedWeights(model, spread(plan.streamed_blocks, shape.blocks), world.device)

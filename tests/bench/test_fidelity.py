@@ -12,15 +12,18 @@ from bootstrap.bases import FLUX_TINY
 from bootstrap.volume import Volume
 
 SMALL = replace(FLUX_TINY, double_blocks=1, single_blocks=1)
+FP8 = Mode("AdamW", "bf16", "fp8-rowwise")
 RATE = 1e-5  # about half of it is lost where |w| is above 0.004, all of it above 0.008
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[Mode, Row]:
     run_file: Path = prepare(Volume(tmp_path_factory.mktemp("fidelity")), SMALL, 64, 1)
-    modes = (REFERENCE, Mode("AdamW", "nearest"), Mode("AdamW", "bf16"), Mode("PagedAdamW8bit", "bf16"))
-    modes = (REFERENCE, Mode("AdamW8bit", "fp32"), *modes[1:])
-    return {Mode(row.optimizer, row.arithmetic): row for row in measure_rate(run_file, 16, 4, modes, RATE)}
+    masters = (REFERENCE, Mode("AdamW8bit", "fp32"))
+    modes = (*masters, Mode("AdamW", "nearest"), Mode("AdamW", "bf16"), Mode("PagedAdamW8bit", "bf16"), FP8)
+    return {
+        Mode(row.optimizer, row.arithmetic, row.products): row for row in measure_rate(run_file, 16, 4, modes, RATE)
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "PagedAdamW8bit"])
@@ -30,6 +33,11 @@ def test_stochastic_rounding_keeps_up_with_float32_masters(optimizer: str, rows:
     assert row.arrives
     assert row.length > 1, "what rounding adds at random"
     assert row.changed > 0.9, "P31: as many weights move"
+
+
+def test_products_in_fp8_lead_about_the_same_way(rows: dict[Mode, Row]) -> None:
+    assert 0.8 < rows[FP8].progress < 1.02
+    assert rows[FP8].progress != rows[Mode("AdamW", "bf16")].progress
 
 
 def test_round_to_nearest_stalls(rows: dict[Mode, Row]) -> None:
@@ -48,4 +56,4 @@ def test_the_table_marks_what_is_off(rows: dict[Mode, Row]) -> None:
     good = rows[REFERENCE]
     lines = table([good, replace(good, arithmetic="bf16", progress=0.97)]).splitlines()
     assert "off" not in lines[2]
-    assert "| AdamW | bf16 **off** | 0.970 |" in lines[3]
+    assert "| AdamW | bf16 **off** | bf16 | 0.970 |" in lines[3]

@@ -240,6 +240,22 @@ def test_clipping_keeps_the_gradients() -> None:
         make_plan(job(extra="max_grad_norm: 1.0\n"), pod("A40"), DEV, DATA)
 
 
+def test_products_in_fp8_are_for_cards_that_have_it() -> None:
+    asked = "plan: {products: fp8-rowwise}\n"
+    for card in ("L40S", "H200", "RTX 5090"):
+        plan = make_plan(job("lora", asked), pod(card), DEV, DATA)
+        assert (plan.products, plan.base_precision) == ("fp8-rowwise", "bf16")
+        assert reason(plan, "products").startswith("fp8-rowwise: plan.products says so")
+    for card in ("A40", "A100 80GB", "RTX A6000"):
+        with pytest.raises(PodError, match=rf"{card} has no fp8 arithmetic.*L40S or H100"):
+            make_plan(job(extra=asked), pod(card), DEV, DATA)
+        assert make_plan(job(), pod(card), DEV, DATA).products == "bf16"
+    with pytest.raises(JobError, match=r"plan\.products: fp8-rowwise is for one process .* there are 2"):
+        make_plan(job(extra=asked), pod("H200", "H200"), DEV, DATA)
+    with pytest.raises(JobError, match=r"a base in int8 is taken back to bf16"):
+        make_plan(job("lora", "plan: {products: fp8-rowwise, base_precision: int8}\n"), pod("H200"), DEV, DATA)
+
+
 def test_gpus_asks_for_fewer() -> None:
     plan = make_plan(job("lora", "gpus: 2\n"), pod(*["H100"] * 4), DEV, DATA)
     assert plan.gpus == (0, 1)

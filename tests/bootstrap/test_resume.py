@@ -159,6 +159,7 @@ OTHER: dict[str, Any] = {  # a job with another value for the key than the defau
     "plan.images_per_pass": {"plan": {"images_per_pass": 1}},
     "plan.optimizer_in_backward": {"plan": {"optimizer_in_backward": True}},
     "plan.optimizer_states": {"plan": {"optimizer_states": "host"}},
+    "plan.products": {"plan": {"products": "fp8-rowwise"}},
     "plan.retry": {"plan": {"retry": False}},
 }
 OTHER["text_encoders.clip"] = OTHER["text_encoders.t5"] = OTHER["vae"]

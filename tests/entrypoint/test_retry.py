@@ -28,8 +28,7 @@ from entrypoint import run as run_module
 from entrypoint.launch import Stop
 from entrypoint.run import Prepared, Running
 from entrypoint.status import StatusFile
-from jobs.load import load_job
-from jobs.schema import Job
+from jobs.load import LoadedJob, load_job
 from tests.entrypoint.test_run import Program, begin, losses, outcome_of
 from tests.runs import make_run
 from tests.training import JOB, POD, fill_volume
@@ -120,7 +119,8 @@ class Scripted:
     stopping: bool  # a signal comes while it trains
     plans: list[Plan] = field(default_factory=list)
 
-    def prepare(self, job: Job, running: Running) -> Prepared:
+    def prepare(self, loaded: LoadedJob, running: Running) -> Prepared:
+        job = loaded.job
         failed = read_failed(running.folder.memory)
         plan = make_plan(job, POD, FLUX_TINY, DATA.summary(), failed)
         return Prepared(replace(make_run(running.volume.root, job), plan=plan), DATA, POD)
