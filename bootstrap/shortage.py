@@ -84,8 +84,8 @@ def room_after(room: int, failed: Sequence[FailedPlan]) -> int:
     small to use, or to a neighbour.
     """
     for each in failed:
-        step = MARGIN * (each.planned - CONTEXT)
-        room = min(room, int(each.planned - max(step, each.needed - each.planned)))
+        less = max(MARGIN * (each.planned - CONTEXT), each.needed - each.planned, 1)
+        room = min(room, int(each.planned - less))
     return room
 
 

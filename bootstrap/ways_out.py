@@ -17,6 +17,7 @@ from bootstrap.ways import (
     ANY_MEMORY,
     fastest,
     host_memory,
+    multiplies_in_fp8,
     needs_whole_model,
     overridden,
     pass_sizes,
@@ -79,42 +80,47 @@ def ways_out(
 
 
 def _changes(job: Job, work: Work, sizes: Sizes, processes: int) -> Iterator[_Change]:
-    """Every change worth telling; of one kind the gentlest first."""
-
-    def changed(text: str, kind: int, **keys: object) -> _Change:
-        return _Change(next(iter(keys)), text, kind, job.model_copy(update=keys), work, processes)
-
-    def planned(key: str, value: object, text: str = "", kind: int = SAME) -> _Change:
-        spelled = str(value).lower() if isinstance(value, bool) else value
-        change = changed(text or f"plan: {{{key}: {spelled}}}", kind, plan=job.plan.model_copy(update={key: value}))
-        return replace(change, key=f"plan.{key}")
-
-    if job.plan.retry is False:
-        yield planned("retry", True)
-    for key in overridden(job):
-        yield planned(key, None, f"no plan.{key}")
+    """Every change worth telling; of one key the gentlest first."""
+    yield from _other_plans(job, work, processes)
     full = job.method == "full"
-    if job.plan.checkpointing is None:
-        yield planned("checkpointing", True)
-    if job.plan.images_per_pass is None:
-        share = max(split_images(job.images_per_step, processes))
-        for images in pass_sizes(share)[1:]:
-            yield planned("images_per_pass", images)
-    if full and work.fused and job.plan.optimizer_states is None and not job.optimizer.startswith("Paged"):
-        yield planned("optimizer_states", "host")
     if job.ema:
-        yield replace(changed("no ema", ARITHMETIC, ema=None), work=replace(work, ema=0))
+        yield replace(_changed(job, work, processes, "no ema", ARITHMETIC, ema=None), work=replace(work, ema=0))
     if full and job.max_grad_norm is not None and not needs_whole_model(job.optimizer):
-        yield changed("no max_grad_norm", ARITHMETIC, max_grad_norm=None)
+        yield _changed(job, work, processes, "no max_grad_norm", ARITHMETIC, max_grad_norm=None)
     if full:
         yield from _lighter_optimizers(job, work, processes)
-    else:
-        for base in MOST_FAITHFUL[1:]:
-            if FAITHFULNESS[base] > FAITHFULNESS[job.plan.base_precision or "bf16"]:
-                yield planned("base_precision", base, kind=ARITHMETIC)
     for count in range(job.images_per_step - 1, processes - 1, -1):
-        yield changed(f"images_per_step: {count}", STEP, images_per_step=count)
+        yield _changed(job, work, processes, f"images_per_step: {count}", STEP, images_per_step=count)
     yield from _smaller_pictures(job, work, sizes, processes)
+
+
+def _changed(job: Job, work: Work, processes: int, text: str, kind: int, **keys: object) -> _Change:
+    return _Change(next(iter(keys)), text, kind, job.model_copy(update=keys), work, processes)
+
+
+def _other_plans(job: Job, work: Work, processes: int) -> Iterator[_Change]:
+    """What ``plan:`` could say, or could leave to the plan."""
+    wish, full = job.plan, job.method == "full"
+
+    def planned(key: str, value: object, text: str = "", kind: int = SAME) -> _Change:
+        spelled = text or f"plan: {{{key}: {str(value).lower() if isinstance(value, bool) else value}}}"
+        change = _changed(job, work, processes, spelled, kind, plan=wish.model_copy(update={key: value}))
+        return replace(change, key=f"plan.{key}")
+
+    if wish.retry is False:
+        yield planned("retry", True)
+    for key in overridden(job):
+        yield planned(key, None, f"no plan.{key}", ARITHMETIC if key == "base_precision" else SAME)
+    if wish.checkpointing is None:
+        yield planned("checkpointing", True)
+    if wish.images_per_pass is None:
+        for images in pass_sizes(max(split_images(job.images_per_step, processes)))[1:]:
+            yield planned("images_per_pass", images)
+    if full and work.fused and wish.optimizer_states is None and not job.optimizer.startswith("Paged"):
+        yield planned("optimizer_states", "host")
+    for base in () if full or multiplies_in_fp8(job) else MOST_FAITHFUL[1:]:
+        if FAITHFULNESS[base] > FAITHFULNESS[wish.base_precision or "bf16"]:
+            yield planned("base_precision", base, kind=ARITHMETIC)
 
 
 def _lighter_optimizers(job: Job, work: Work, processes: int) -> Iterator[_Change]:

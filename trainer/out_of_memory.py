@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -47,8 +48,9 @@ def measure(error: BaseException, during: str, process: int) -> Shortage:
     text = next((str(each) for each in _led_to(error) if _WORDS.search(str(each))), str(error))
     free = total = allocated = reserved = 0
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        with suppress(RuntimeError):  # of a card that answers nothing any more: the error itself must still be told
+            free, total = torch.cuda.mem_get_info()
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     outside = max(0, total - free - reserved)  # what lies outside the allocator does not change while it unwinds
     allowed = _bytes(rf"{_SIZE} allowed", text)
     return Shortage(

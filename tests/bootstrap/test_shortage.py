@@ -129,6 +129,11 @@ def test_where_all_is_done_already_the_job_must_change() -> None:
     assert "resolution" in told(job(extra=ONE + streamed), pod("RTX 4090", memory=40 * GIB))
 
 
+def test_an_average_can_go() -> None:
+    asked = job(extra="ema: {decay: 0.99}\nimages_per_step: 1\nresolution: 1024\nplan: {checkpointing: true}\n")
+    assert "no ema (" in told(asked, pod("H200", memory=40 * GIB))
+
+
 def test_an_unknown_card_has_no_speed() -> None:
     here = pod("A40")
     unknown = replace(here, gpus=(replace(here.gpus[0], name="NVIDIA Z9000"),))
