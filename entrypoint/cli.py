@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.volume import Volume
+from entrypoint.grid import add_options as add_grid_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     upload.add_argument("--repo", metavar="OWNER/NAME", help="where to; by default the job's output.hub")
     upload.add_argument("--public", action="store_true", help="if it is not there yet, make it public")
     _volume_option(upload)
+
+    sample = commands.add_parser("sample", help="draw the same prompts with several states, as one picture")
+    add_grid_options(sample)
+    _volume_option(sample)
 
     clean = commands.add_parser("clean", help="list what may go from the volume: old models, caches, thinned states")
     clean.add_argument("--yes", action="store_true", help="remove it")
@@ -117,6 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from entrypoint.uploads import upload as upload_run
 
         return upload_run(volume, options.run, options.repo, options.public, os.environ)
+    if options.command == "sample":
+        from entrypoint.grid import run as draw_grid
+
+        return draw_grid(volume, options)
     if options.command == "states":
         from entrypoint.states import show_states
 
@@ -142,6 +151,9 @@ def _model_commands(commands: Any) -> None:
     export.add_argument("--layout", choices=("bfl", "diffusers", "kohya"), help="bfl, or kohya for a LoRA, by default")
     export.add_argument("--dtype", choices=dtypes, help="bf16, or fp32 for a LoRA, by default")
     export.add_argument("--to", type=Path, metavar="PATH", help="a file, or a folder for a full model of diffusers")
+
+    live = "the live weights of a state that holds their average (ema)"
+    export.add_argument("--live", action="store_true", help=live)
 
     merge = commands.add_parser("merge", help="put LoRAs of any tool into a full checkpoint")
     merge.add_argument("loras", nargs="+", metavar="LORA[@STRENGTH]", help=f"{named}; strength 1 unless told")

@@ -16,7 +16,7 @@ from entrypoint.states import find_state
 from jobs.problem import JobError
 
 OPTIONS = ("layout", "dtype", "to", "rank", "targets")
-SWITCHES = ("saturate", "any_base")
+SWITCHES = ("saturate", "any_base", "live")
 
 
 class NotFoundError(ValueError):

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from bootstrap.buckets import Size
 from bootstrap.captions import draw_text
 from bootstrap.dataset import Dataset, Item
 from bootstrap.draws import Use, draw
+from bootstrap.fonts import font, printable
 from bootstrap.images import ImageError, view
 from bootstrap.inspection import AT_ONCE, in_order
 from bootstrap.pictures import read_item
@@ -110,7 +111,7 @@ def draw_sheet(cells: Sequence[Cell]) -> Image.Image:
     rows = [cells[start : start + COLUMNS] for start in range(0, len(cells), COLUMNS)]
     heights = [max(_height(cell) for cell in row) for row in rows]
     sheet = Image.new("RGB", (COLUMNS * (PICTURE + MARGIN) + MARGIN, sum(heights) + MARGIN), PAPER)
-    draw, font = ImageDraw.Draw(sheet), _font()
+    draw, letters = ImageDraw.Draw(sheet), font(11)
     top = MARGIN
     for row, height in zip(rows, heights, strict=True):
         for place, cell in enumerate(row):
@@ -119,7 +120,7 @@ def draw_sheet(cells: Sequence[Cell]) -> Image.Image:
                 sheet.paste(cell.picture, (left, under))
                 under += cell.picture.height + 4
             for number, line in enumerate(_lines(cell)):
-                draw.text((left, under + number * LINE), line, FAINT if number == 1 else INK, font)
+                draw.text((left, under + number * LINE), line, FAINT if number == 1 else INK, letters)
         top += height
     return sheet
 
@@ -134,15 +135,7 @@ def _lines(cell: Cell) -> list[str]:
     lines += [line for part in cell.text.splitlines() for line in textwrap.wrap(part, LETTERS)]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"{lines[LINES - 1][: LETTERS - 3]}..."]
-    return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
-
-
-def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """DejaVu where it is installed (the image has it); Pillow's own has English letters only."""
-    try:
-        return ImageFont.truetype("DejaVuSans.ttf", 11)
-    except OSError:
-        return ImageFont.load_default(12)
+    return [printable(line) for line in lines]
 
 
 def _encoded(sheet: Image.Image) -> bytes:

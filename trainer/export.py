@@ -11,11 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bootstrap.lora_file import LAYOUTS, LoraFileError, is_lora, read_lora, tensors_of
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.state import State, StateError, read_state
-from bootstrap.tensor_files import TensorFileError, read_header, read_tensors
+from bootstrap.tensor_files import TensorFileError, open_tensors, read_header, read_tensors
 from jobs.problem import JobError
+from trainer.adapter_files import adapter_in
+from trainer.ema import PREFIX, live_of
 from trainer.metadata import in_layout
 from trainer.tensor_output import DTYPES, ExportError, held, refuse_existing, write
 from trainer.whole_model import MODEL_LAYOUTS, open_model, write_model
@@ -26,6 +30,50 @@ def export(state: State, target: Path | None, layout: str | None, dtype: str | N
     run = state.path.parent.parent
     name = f"{run.name}-step-{state.step:06d}"
     return export_file(state.model, target, layout, dtype, saturate, (run / "output", name), state.manifest.saved)
+
+
+def export_live(state: State, target: Path | None, layout: str | None, dtype: str | None, saturate: bool) -> Path:
+    """The same of the live weights, where the state's own are their average. Raises ExportError."""
+    if state.manifest.ema is None:
+        raise ExportError("this state's weights are the live ones (its job has no ema): export it without --live")
+    if not state.resumable:
+        raise ExportError(
+            "this state has been thinned: it holds the average alone. The live weights stay in the newest states "
+            "(save.states)"
+        )
+    lora, run = state.manifest.lora, state.path.parent.parent
+    layout = _known_layout(layout, lora is not None)
+    ending = "" if layout == "diffusers" and not lora else ".safetensors"
+    name = "-".join(filter(None, (f"{run.name}-step-{state.step:06d}-live", layout, dtype)))
+    target = target or run / "output" / f"{name}{ending}"
+    refuse_existing(target)
+    told = read_header(state.model).metadata
+    metadata = {key: text for key, text in told.items() if key != "fluxpod.ema"} | {"fluxpod.layout": layout}
+    with open_tensors(state.optimizer) as reader:
+
+        def read(name: str) -> torch.Tensor:
+            return live_of(reader.read(PREFIX + name))
+
+        if lora:
+            names = [name.removeprefix(PREFIX) for name in reader.header.tensors if name.startswith(PREFIX)]
+            adapter = adapter_in({name: read(name) for name in names}, lora)
+            tensors = tensors_of(adapter, "kohya" if layout == "kohya" else "diffusers")
+            write(target, held(tensors), DTYPES[dtype or "fp32"], in_layout(metadata, layout), saturate)
+        else:
+            with open_model(state.model) as model:
+                kind = DTYPES[dtype or "bf16"]
+                write_model(target, "bfl" if layout == "bfl" else "diffusers", model, kind, metadata, saturate, read)
+    return target
+
+
+def _known_layout(layout: str | None, lora: bool) -> str:
+    """The layout asked for, or the usual one. Raises ExportError."""
+    known: tuple[str, ...] = LAYOUTS if lora else MODEL_LAYOUTS
+    if layout is not None and layout not in known:
+        raise ExportError(
+            f"{'a LoRA' if lora else 'a full model'} is exported as {' or '.join(known)}, not as {layout}"
+        )
+    return layout or known[0]
 
 
 def export_file(
@@ -40,12 +88,7 @@ def export_file(
     """The same for any LoRA or transformer. ``place``: folder and beginning of the name where no ``target`` is given;
     ``saved``: when it was. Raises ExportError, LoraFileError, JobError."""
     lora = source.is_file() and is_lora(read_header(source).tensors)
-    known: tuple[str, ...] = LAYOUTS if lora else MODEL_LAYOUTS
-    layout = layout or known[0]
-    if layout not in known:
-        raise ExportError(
-            f"{'a LoRA' if lora else 'a full model'} is exported as {' or '.join(known)}, not as {layout}"
-        )
+    layout = _known_layout(layout, lora)
     folder, name = place or (source.parent, source.stem)
     ending = "" if layout == "diffusers" and not lora else ".safetensors"
     target = target or folder / ("-".join(filter(None, (name, layout, dtype))) + ending)
@@ -75,8 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen = (options.to, options.layout, options.dtype, options.saturate)
     try:
+        if options.what.is_file() and options.live:
+            raise ExportError("a file holds one kind of weights: name a state for its live ones")
         if options.what.is_file():
             target = export_file(options.what, *chosen)
+        elif options.live:
+            target = export_live(read_state(options.what), *chosen)
         else:
             target = export(read_state(options.what), *chosen)
     except (StateError, ExportError, LoraFileError, TensorFileError, JobError, OSError) as error:
@@ -90,6 +137,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=("bfl", "diffusers", "kohya"), help="bfl or kohya by default")
     parser.add_argument("--dtype", choices=DTYPES, help="bf16, and fp32 for a LoRA, by default")
     parser.add_argument("--to", type=Path, metavar="PATH", help="a file, or a folder for a full model of diffusers")
+    parser.add_argument("--live", action="store_true", help="a state's live weights, where it holds their average")
     parser.add_argument("--saturate", action="store_true", help="put the largest number for what is beyond the range")
 
 

@@ -200,11 +200,11 @@ def sources(shape: FluxShape, files: Sequence[Path], layout: Layout, prefix: str
     ]
 
 
-def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) -> None:
+def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World | None = None) -> None:
     """Reads this process's rows of every parameter, file by file in the order of their bytes.
 
     Host memory holds some buffers beside the model, never a shard; of a base that is quantised, one tensor at a time is
-    in bf16 on the GPU.
+    in bf16 on the GPU. Without a world the model must be whole.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     quantised = {
@@ -228,11 +228,13 @@ def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World) 
                 layer.take(weight, source.first)
 
 
-def _held_rows(parameter: nn.Parameter, source: Source, world: World) -> Rows | None:
+def _held_rows(parameter: nn.Parameter, source: Source, world: World | None) -> Rows | None:
     """Which of the source's rows this process keeps, and where; None where it keeps none of them."""
     target = local(parameter)
-    whole = target.shape == parameter.shape
-    first, count = (0, parameter.shape[0]) if whole else held_rows(parameter.shape[0], world.rank, world.size)
+    first, count = 0, parameter.shape[0]
+    if target.shape != parameter.shape:
+        assert world
+        first, count = held_rows(count, world.rank, world.size)
     start, stop = max(first, source.first), min(first + count, source.first + source.count)
     if start >= stop:
         return None
