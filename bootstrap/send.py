@@ -66,6 +66,7 @@ def send(parcel: Parcel, token: str, tell: Tell) -> dict[str, str]:
     sha256 = parcel.sha256 or hash_file(Path(parcel.file), Order("", parcel.size), tell)
     if sha256 is None:
         raise VolumeError(None, f"it is not {parcel.size} bytes long any more")
+    tell(sha256=sha256)  # a new try need not read 24 GB for it
     if parcel.plain or not _takes_xet(parcel.repo, headers):
         constants.HF_HUB_DISABLE_XET = True  # of this process: pictures go the same way as the large file
     info: Any = api.repo_info(parcel.repo, files_metadata=True)

@@ -390,6 +390,7 @@ MAKE_ROOM = "Make the volume larger, or delete models, data or runs that are not
 def _remember(task: _Task, event: dict[str, Any]) -> None:
     """Notes what a new try of an upload need not do again: in memory alone, since the addresses of parts are signed."""
     what = task.request["send"]
+    what["sha256"] = event.get("sha256") or what["sha256"]
     if "begun" in event:
         what["begun"], task.kept = event["begun"], event.get("kept", 0)
     if "part" in event:

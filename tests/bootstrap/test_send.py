@@ -52,10 +52,10 @@ def opened(token: str | None = GOOD, repo: str = REPO, private: bool = True, bas
         return answer
 
 
-def sent(
-    parcel: Parcel, patience: Patience = ONCE, say: Callable[[str], None] = print, attend: Callable[[], None] = bool
-) -> dict[str, str]:
-    with Transfers(GOOD, say, lambda: attend() and None, patience, program=SEND, bar=False) as transfers:
+def sent(parcel: Parcel, patience: Patience = ONCE, say: Callable[[str], None] = print) -> dict[str, str]:
+    """As a run does it: first the repository, then the file."""
+    with Transfers(GOOD, say, lambda: None, patience, program=SEND, bar=False) as transfers:
+        transfers.ask({"open": {"repo": REPO, "private": True, "base": ""}})
         return transfers.send(parcel, "upload")
 
 
@@ -74,7 +74,6 @@ def test_a_new_repository_is_private_and_holds_what_was_sent(writable: LoopbackH
 
 def test_what_is_there_is_not_sent_again(writable: LoopbackHub, parcel: Parcel, tmp_path: Path) -> None:
     """Not under the same name, and not under another; and nothing of it makes a commit where nothing changes."""
-    opened()
     first = sent(parcel)
     received = len(writable.store.received)
     assert sent(parcel) == first
@@ -86,7 +85,6 @@ def test_what_is_there_is_not_sent_again(writable: LoopbackHub, parcel: Parcel, 
 
 
 def test_a_card_that_someone_edited_stays(writable: LoopbackHub, parcel: Parcel) -> None:
-    opened()
     ours = sent(parcel)["card"]
     readme = writable.repos[REPO].folder / "README.md"
     assert sent(replace(parcel, card=CARD + "more", known_card=ours))["card"]
@@ -98,7 +96,6 @@ def test_a_card_that_someone_edited_stays(writable: LoopbackHub, parcel: Parcel)
 
 def test_parts_that_the_store_has_are_not_sent_again(writable: LoopbackHub, parcel: Parcel) -> None:
     """The store fails at the fourth part, a stall ends the process, and the next one goes on with what is missing."""
-    opened()
     lines: list[str] = []
     writable.fail(Fault("PUT /store/.*/4$", 503), times=1)
     writable.fail(Fault("PUT /store/.*/5$", stall=30.0), times=1)
@@ -122,7 +119,6 @@ def test_parts_that_the_store_has_are_not_sent_again(writable: LoopbackHub, parc
     ],
 )
 def test_trouble_that_passes(fault: Fault, writable: LoopbackHub, parcel: Parcel) -> None:
-    opened()
     writable.fail(fault, times=1)
     lines: list[str] = []
     sent(parcel, QUICK, lines.append)
@@ -147,7 +143,6 @@ def test_trouble_that_passes(fault: Fault, writable: LoopbackHub, parcel: Parcel
     ],
 )
 def test_trouble_that_stays_is_told(fault: Fault, told: str, writable: LoopbackHub, parcel: Parcel) -> None:
-    opened()
     writable.fail(fault)
     with pytest.raises(AccessError, match=told):
         sent(parcel)
@@ -168,7 +163,6 @@ def test_a_hub_that_shows_other_bytes_is_not_believed(writable: LoopbackHub, par
 
 
 def test_a_file_that_is_gone(writable: LoopbackHub, parcel: Parcel) -> None:
-    opened()
     Path(parcel.file).unlink()
     with pytest.raises(FileNotFoundError, match=r"flowers.safetensors of me/flowers was removed here before"):
         sent(parcel)
@@ -176,7 +170,6 @@ def test_a_file_that_is_gone(writable: LoopbackHub, parcel: Parcel) -> None:
 
 def test_where_xet_fails_lfs_is_taken(writable: LoopbackHub, parcel: Parcel) -> None:
     """This hub says that it has Xet, and what should be its server is none."""
-    opened()
     writable.xet = f"{writable.endpoint}/nothing"
     lines: list[str] = []
     sent(parcel, QUICK, lines.append)
