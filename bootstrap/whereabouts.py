@@ -1,8 +1,8 @@
 """Where each process of a launch is, and whether it gets further: a page of memory that it shares with who watches it.
 
-The page is a file of a few hundred bytes on this machine's own disk, mapped by all. Saying something is a write to
-memory, so it may be done in every pass, and no volume can make it wait. The entrypoint makes the page and tells its
-path in the environment; a process that nobody watches writes into memory of its own.
+A few hundred bytes, mapped by all. Saying something is a write to memory, so it may be done in every pass, and neither
+a volume that hangs nor a full /dev/shm can stand in its way. The entrypoint makes the page and tells in the environment
+where it is; a process that nobody watches writes into memory of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -78,8 +77,9 @@ class Seen:
     waited: float = 0.0  # seconds it waited for its data
 
     @property
-    def alive(self) -> bool:
-        return start_time(self.pid) == self.started
+    def gone(self) -> bool:
+        """Whether it ended without having said so."""
+        return self.pid != 0 and self.end == End.NONE and start_time(self.pid) != self.started
 
     def told(self) -> str:
         """In words: "training, after step 17"."""
@@ -96,18 +96,22 @@ _PHASES, _ENDS = tuple(Phase), tuple(End)
 class Whereabouts:
     """The page, for who watches."""
 
-    def __init__(self, path: Path, processes: int):
-        self.path, self.processes = path, processes
-        with path.open("r+b") as file:
-            file.truncate(processes * _SIZE)
-            self.memory = mmap.mmap(file.fileno(), processes * _SIZE)
+    def __init__(self, descriptor: int, processes: int):
+        """``descriptor``: of an empty file in memory."""
+        self.processes = processes
+        self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # for as long as this process has it open
+        os.ftruncate(descriptor, processes * _SIZE)
+        self.memory = mmap.mmap(descriptor, processes * _SIZE)
 
     @classmethod
     @contextmanager
     def made(cls, processes: int) -> Iterator[Whereabouts]:
-        """A new page, which is gone afterwards."""
-        with tempfile.NamedTemporaryFile(prefix="fluxpod-whereabouts-") as file:
-            yield cls(Path(file.name), processes)
+        """A new page, which nobody finds afterwards."""
+        descriptor = os.memfd_create("fluxpod-whereabouts")
+        try:
+            yield cls(descriptor, processes)
+        finally:
+            os.close(descriptor)
 
     def read(self) -> list[Seen]:
         """Each process's last word, by number."""

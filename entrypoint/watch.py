@@ -34,6 +34,7 @@ class _Watched:
     idle: float = 0.0  # seconds without getting further
     silent: float = 0.0  # without a sign of life
     lost: float = 0.0  # since it was found gone, or to have failed
+    gone: bool = False  # without a word
 
     def look(self, seen: Seen, passed: float) -> None:
         before = self.seen
@@ -41,12 +42,13 @@ class _Watched:
         self.idle = 0.0 if further else self.idle + passed
         self.silent = 0.0 if not seen.pid or seen.beats != before.beats else self.silent + passed
         self.seen = seen
-        if seen.pid and (seen.end == End.FAILED or (self.running and not seen.alive)):
+        self.gone = seen.gone
+        if self.gone or seen.end == End.FAILED:
             self.lost += passed
 
     @property
     def running(self) -> bool:
-        return self.seen.end == End.NONE
+        return self.seen.end == End.NONE and not self.gone
 
 
 @dataclass
@@ -59,9 +61,7 @@ class Watch:
     together: bool
     clock: Callable[[], float] = time.monotonic
     processes: list[_Watched] = field(init=False)
-    longest: float = field(
-        default=0.0, init=False
-    )  # seconds in training between two signs that some process got further
+    longest: float = field(default=0.0, init=False)  # seconds of training in which no process got further
     over: float = field(default=0.0, init=False)  # seconds since the last of them ended
 
     def __post_init__(self) -> None:
@@ -88,8 +88,7 @@ class Watch:
     def gone(self) -> str:
         """Who ended without a word, and what that usually means; "" where nobody did."""
         seen = self.whereabouts.read()
-        gone = [each for each in seen if each.pid and each.end == End.NONE and not each.alive]
-        return "; ".join(f"{self._name(each)} is gone without a word: {GONE}" for each in gone)
+        return "; ".join(f"{self._name(each)} is gone without a word: {GONE}" for each in seen if each.gone)
 
     def _idle(self) -> float:
         return min((each.idle for each in self.processes if each.running), default=0.0)

@@ -126,24 +126,24 @@ def tell_devices(world: World, gpus: Sequence[int]) -> None:
 
     Raises RuntimeError where two processes have the same card.
     """
-    cuda = world.device.type == "cuda"
-    found = torch.cuda.get_device_properties(world.device) if cuda else None
-    own = (
-        (str(getattr(found, "uuid", world.rank)), f"{found.name}, {found.total_memory / 2**30:.1f} GiB")
-        if found
-        else ("", "CPU")
-    )
-    cards = world.gather(own)
-    if found and len({uuid for uuid, _ in cards}) < world.size:
+    on_gpu = world.device.type == "cuda"
+    cards = world.gather(_card(world.device) if on_gpu else (f"{world.rank}", "CPU"))
+    if len({uuid for uuid, _ in cards}) < world.size:
         raise RuntimeError(f"several processes were given the same GPU: {', '.join(name for _, name in cards)}")
     if not world.leads:
         return
     for rank, (_, name) in enumerate(cards):
         log.info("process %d of %d: %s", rank, world.size, f"GPU {gpus[rank]}, {name}" if gpus else name)
-    if found and world.size > 1:
+    if on_gpu and world.size > 1:
         settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(NCCL_SETTINGS)]
         version = ".".join(map(str, torch.cuda.nccl.version()))
         log.info("NCCL %s, %s", version, ", ".join(settings) or "with nothing set in the environment")
+
+
+def _card(device: torch.device) -> tuple[str, str]:
+    """What tells a GPU from all others, and what it is."""
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.uuid}", f"{found.name}, {found.total_memory / 2**30:.1f} GiB"
 
 
 def answer_signals(world: World) -> None:

@@ -30,7 +30,7 @@ def test_what_is_said_is_read(tmp_path: Path) -> None:
         assert (seen.pid, seen.started) == (os.getpid(), start_time(os.getpid()))
         assert (seen.phase, seen.step, seen.moves, seen.end) == (Phase.SAVING, 17, 3, End.NONE)
         assert (seen.work, seen.seconds, seen.waited) == (3.5, 1.0, 0.25)
-        assert seen.alive
+        assert not seen.gone
         assert seen.told() == "saving, after step 17"
         assert place.told() == "process 1, saving, after step 17"
         place.ends(End.LEFT)
@@ -53,16 +53,15 @@ def test_another_process_says_it_too(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {PATH: str(page.path)})
         (seen,) = page.read()
         assert seen.phase == Phase.ENCODING
-        assert not seen.alive
+        assert seen.gone
 
 
 def test_where_nobody_watches_it_goes_nowhere(tmp_path: Path) -> None:
     """Without a page, with one that is gone, and with one of a launch of fewer processes."""
-    small = tmp_path / "small"
-    small.touch()
-    Whereabouts(small, 1)
-    for environment in ({}, {PATH: str(tmp_path / "gone")}, {PATH: str(small)}):
-        place = Place.take(1, environment)
-        place.enter(Phase.TRAINING, 3)
-        place.did(1.0, 1.0, 0.0)
-        place.ends(End.LEFT)
+    with Whereabouts.made(1) as small:
+        for environment in ({}, {PATH: str(tmp_path / "gone")}, {PATH: str(small.path)}):
+            place = Place.take(1, environment)
+            place.enter(Phase.TRAINING, 3)
+            place.did(1.0, 1.0, 0.0)
+            place.ends(End.LEFT)
+        assert small.read() == [Seen(0)]

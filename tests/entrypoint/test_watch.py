@@ -169,6 +169,15 @@ def test_encoders_wait_for_nobody(child: subprocess.Popen[bytes]) -> None:
     assert fallen(launch, 3).endswith("s: process 1 (encoding)")
 
 
+def test_an_encoder_that_is_done_keeps_nobody_waiting(child: subprocess.Popen[bytes]) -> None:
+    launch = Launch(together=False)
+    launch.all_say(phase=Phase.ENCODING)
+    launch.says(0, pid=child.pid, started=start_time(child.pid))
+    child.kill()
+    child.wait()
+    launch.passes(3 * Phase.ENCODING.limit, moving=(1,), silent=(0,))
+
+
 def test_a_machine_that_was_suspended_wakes_up_patient() -> None:
     launch = Launch()
     launch.all_say(phase=Phase.TRAINING, step=1)
