@@ -1,10 +1,10 @@
 """Whether all processes still have the same weights, and do the same step: checked without waiting for it.
 
 What every process holds whole (a LoRA, the frozen base under it) must be the same to the bit: a sum of its bits, as
-integers, is taken where it lies. Of a sharded model each process has its own rows and nothing to compare; there it is
-what the others *receive* of them that must be the same, so a tensor is gathered and summed on each. With the weights go
-the step, its pictures and its learning rate. A difference is the work of a card, of its memory, or of the way between
-two of them: training on would spoil the result without a word.
+integers, is taken where it lies. Of a sharded model each process has rows that nobody else has; there it is what each
+*receives*, gathered the way that training gathers it, whose sum must be that of all the rows where they lie. With the
+weights go the step, its pictures and its learning rate. A difference is the work of a card, of its memory, or of the
+way between two of them: training on would spoil the result without a word.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.trained import Trained, held_rows, plain_name
+from trainer.trained import Trained, plain_name
 from trainer.world import World
 
 FIRST = 3  # steps of a launch, each of which is checked whole
@@ -40,6 +41,7 @@ class _Asked:
 
     step: int
     names: Sequence[str]
+    gathered: int  # of the names, the last, are of gathered tensors; after them come the sums of their rows
     sums: torch.Tensor
     arrived: torch.cuda.Event | None
 
@@ -49,7 +51,8 @@ class Agreement:
 
     def __init__(self, model: nn.Module, tensors: Sequence[Trained], start: int, world: World):
         self.world, self.start = world, start
-        self.sharded = {tensor.name: tensor for tensor in tensors if tensor.sharded}
+        self.model, self.tensors = model, {tensor.name: tensor for tensor in tensors}
+        self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.whole = dict(_held_whole(model))
         self.asked: _Asked | None = None
 
@@ -63,11 +66,12 @@ class Agreement:
         if not self.due(step):
             return
         self.answer()
-        device, sharded = self.world.device, list(self.sharded)
+        device, groups = self.world.device, self.groups
         if step - self.start > FIRST:  # one of them, another each time: all would be a gathering of the whole model
-            sharded = sharded[step // EVERY % max(1, len(sharded)) :][:1]
+            groups = groups[step // EVERY % max(1, len(groups)) :][:1]
+        received = {name: total for group in groups for name, total in self._received(group).items()}
         sums = [checksum(tensor) for tensor in self.whole.values()]
-        sums += [self._received(self.sharded[name]) for name in sharded]
+        sums += [*received.values(), *(checksum(self.tensors[name].weight) for name in received)]
         doing = torch.tensor([step, _digest(pictures), *struct.unpack("@q", struct.pack("@d", learning_rate))])
         own = torch.cat([doing.to(device, non_blocking=True), torch.stack(sums)])
         found = own.new_empty(self.world.size * own.numel())
@@ -76,7 +80,7 @@ class Agreement:
         if device.type == "cuda":
             found, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()
             arrived.record()
-        self.asked = _Asked(step, (*DOING, *self.whole, *sharded), found, arrived)
+        self.asked = _Asked(step, (*DOING, *self.whole, *received), len(received), found, arrived)
 
     def answer(self, wait: bool = True) -> None:
         """Raises DisagreementError where the processes differed when they were asked last; later, where the sums have
@@ -87,19 +91,18 @@ class Agreement:
         if asked.arrived:
             asked.arrived.synchronize()
         self.asked = None
-        if bool((asked.sums != asked.sums[0]).any()):
-            raise DisagreementError(describe(asked.step, asked.names, asked.sums))
+        told, rows = asked.sums[:, : len(asked.names)], asked.sums[:, len(asked.names) :].sum(dim=0)
+        right = dict(zip(asked.names[len(asked.names) - asked.gathered :], rows.tolist(), strict=True))
+        if wrong := describe(asked.step, asked.names, told, right):
+            raise DisagreementError(wrong)
 
-    def _received(self, tensor: Trained) -> torch.Tensor:
-        """The checksum of a sharded tensor as this process receives it; chunks count by their place."""
-        world, rows = self.world, tensor.weight
-        most = held_rows(tensor.shape[0], 0, world.size)[1]
-        own = rows.new_zeros((most, *tensor.shape[1:]))
-        own[: rows.shape[0]] = rows
-        every = own.new_empty((world.size * most, *tensor.shape[1:]))
-        dist.all_gather_into_tensor(every, own)
-        sums = every.view(_INTEGERS[every.element_size()]).view(world.size, -1).sum(dim=1, dtype=torch.int64)
-        return (sums * torch.arange(1, world.size + 1, device=sums.device)).sum()
+    def _received(self, group: FSDPModule) -> dict[str, torch.Tensor]:
+        """The checksums of what this process gets of the tensors that FSDP2 gathers together."""
+        group.unshard()
+        try:
+            return {name: checksum(t) for name, t in _held_whole(self.model) if name not in self.whole}
+        finally:
+            group.reshard()
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,25 +112,27 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def describe(step: int, names: Sequence[str], sums: torch.Tensor) -> str:
-    """Who differs, in what. Of two it cannot be told who is wrong; of more, those are named that differ from most."""
-    columns: dict[tuple[int, ...], list[str]] = {}
+def describe(step: int, names: Sequence[str], sums: torch.Tensor, right: Mapping[str, int]) -> str:
+    """Who differs, in what; "" where nobody does. ``sums``: [processes, names]; ``right``: what some must be. Of two
+    that may both be wrong it cannot be told who is; of more, those are named that differ from most."""
+    found: dict[tuple[int, ...], list[str]] = {}
     for name, column in zip(names, sums.T.tolist(), strict=True):
         common, count = Counter(column).most_common(1)[0]
-        odd = tuple(rank for rank, value in enumerate(column) if value != common)
+        known = name in right or 2 * count > len(column)
+        odd = tuple(rank for rank, value in enumerate(column) if value != right.get(name, common))
         if odd:
-            columns.setdefault(odd if 2 * count > len(column) else tuple(range(len(column))), []).append(name)
-    told, all_doing = [], set(DOING).issuperset(name for some in columns.values() for name in some)
-    for ranks, differing in columns.items():
+            found.setdefault(odd if known else tuple(range(len(column))), []).append(name)
+    told = []
+    for ranks, differing in found.items():
         who = " and ".join(f"process {rank}" for rank in ranks)
         more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-        against = "differs from the others" if len(ranks) == 1 else "differ"
-        told.append(f"{who} {against} in {', '.join(differing[:MOST_NAMED])}{more}")
-    blame = (
-        "this program is at fault: tell its makers"
-        if all_doing
-        else "a GPU, its memory or the way between two is at fault: `fluxpod probe` tests them, another pod is the cure"
-    )
+        verb = "differs from the others" if len(ranks) == 1 else "differ"
+        told.append(f"{who} {verb} in {', '.join(differing[:MOST_NAMED])}{more}")
+    if not told:
+        return ""
+    blame = "a GPU, its memory or the way between two is at fault: `fluxpod probe` tests them, another pod is the cure"
+    if set(DOING).issuperset(name for some in found.values() for name in some):
+        blame = "this program is at fault: tell its makers"
     return f"after step {step} {'; '.join(told)}. That must be the same everywhere, to the bit; {blame}"
 
 

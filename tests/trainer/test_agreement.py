@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from bootstrap.volume import Volume
 from tests.runs import make_trained, make_world
 from tests.training import fill_volume, prepared, shared_folder, train
 from trainer.agreement import EVERY, Agreement, checksum, describe
-from trainer.trained import Trained
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_zeros_of_both_signs_differ() -> None:
 
 
 def told(*rows: list[int]) -> str:
-    return describe(42, NAMES, torch.tensor(rows, dtype=torch.int64))
+    return describe(42, NAMES, torch.tensor(rows, dtype=torch.int64), {"d.weight": 7})
 
 
 def test_of_two_nobody_can_tell_who_is_wrong() -> None:
@@ -65,6 +65,12 @@ def test_of_two_nobody_can_tell_who_is_wrong() -> None:
 def test_of_more_the_odd_ones_are_named() -> None:
     line = told([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7])
     assert "after step 42 process 1 differs from the others in a.weight, b.weight, c.weight and 1 more." in line
+
+
+def test_what_is_gathered_must_be_what_was_sent() -> None:
+    assert told([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]) == ""
+    assert "process 1 differs from the others in d.weight" in told([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8])
+    assert "process 0 and process 1 differ in d.weight" in told([1, 2, 3, 4, 5, 6, 8], [1, 2, 3, 4, 5, 6, 8])
 
 
 def test_another_order_of_pictures_is_our_own_fault() -> None:
@@ -105,15 +111,16 @@ def test_a_replica_that_strays_ends_the_run(volume: Volume) -> None:
 
 
 def train_with_a_bad_way(run_file: Path) -> int:
-    """What process 0 receives of a tensor, its third, is not what was sent."""
+    """What process 0 receives of a tensor, of the third group, is not what was sent."""
     from trainer.train import main
 
     receive, count = Agreement._received, 0
 
-    def bad(self: Agreement, tensor: Trained) -> torch.Tensor:
+    def bad(self: Agreement, group: FSDPModule) -> dict[str, torch.Tensor]:
         nonlocal count
         count += 1
-        return receive(self, tensor) + (count == 3 and self.world.leads)
+        name, first = next(iter((received := receive(self, group)).items()))
+        return received | {name: first + (count == 3 and self.world.leads)}
 
     Agreement._received = bad  # type: ignore[method-assign]
     return main(run_file)
@@ -123,7 +130,7 @@ def test_what_comes_otherwise_than_it_was_sent_ends_the_run(volume: Volume) -> N
     run = prepared(volume, name="bad-way", steps=3, plan={"processes": 2})
     each = train(run, work=train_with_a_bad_way)
     assert each.outcome.code == 1
-    assert "after step 1 process 0 and process 1 differ in " in each.outcome.reason
+    assert "after step 1 process 0 differs from the others in " in each.outcome.reason
     assert each.states == []
 
 
