@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bootstrap.flux_shape import FluxShape, spread
+from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, GpuModel
 from bootstrap.layout import bfl_tensors, module_in_bfl
 from bootstrap.lora_targets import adapters_of, target_layers
@@ -313,8 +313,7 @@ def host_states(work: Work, count: int) -> int:
 
 def _parameters(work: Work, count: int) -> int:
     """Of ``count`` blocks, spread evenly over all."""
-    sizes = work.shape.parameters_of_blocks()
-    return sum(sizes[number] for number in spread(count, len(sizes)))
+    return work.shape.parameters_of_spread(count)
 
 
 def activation_bytes(work: Work, way: Arrangement) -> int:

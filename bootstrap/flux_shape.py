@@ -129,6 +129,10 @@ class FluxShape:
         """Parameters of each transformer block, in the model's order."""
         return _parameters_of_blocks(self)
 
+    def parameters_of_spread(self, count: int) -> int:
+        """Parameters of ``count`` blocks, spread evenly over all."""
+        return _parameters_of_spread(self, count)
+
     def block_parameters(self) -> int:
         """Parameters of the largest block, a double one: what sharded training gathers at a time."""
         return self.parameters_of_blocks()[0]
@@ -156,6 +160,13 @@ def _parameters_of_blocks(shape: FluxShape) -> tuple[int, ...]:
     double = sum(math.prod(s) for n, s in tensors if n.startswith("transformer_blocks.0."))
     single = sum(math.prod(s) for n, s in tensors if n.startswith("single_transformer_blocks.0."))
     return (double,) * shape.double_blocks + (single,) * shape.single_blocks
+
+
+@cache
+def _parameters_of_spread(shape: FluxShape, count: int) -> int:
+    """Kept: a plan that looks for what fits asks hundreds of thousands of times."""
+    sizes = shape.parameters_of_blocks()
+    return sum(sizes[number] for number in spread(count, len(sizes)))
 
 
 def spread(count: int, blocks: int) -> tuple[int, ...]:

@@ -89,9 +89,18 @@ def _changes(job: Job, work: Work, sizes: Sizes, processes: int) -> Iterator[_Ch
         yield _changed(job, work, processes, "no max_grad_norm", ARITHMETIC, max_grad_norm=None)
     if full:
         yield from _lighter_optimizers(job, work, processes)
-    for count in range(job.images_per_step - 1, processes - 1, -1):
+    for count in _fewer(job.images_per_step, processes):
         yield _changed(job, work, processes, f"images_per_step: {count}", STEP, images_per_step=count)
     yield from _smaller_pictures(job, work, sizes, processes)
+
+
+def _fewer(images: int, least: int) -> list[int]:
+    """Numbers of images worth falling back to, about a quarter fewer each time: trying every one takes long."""
+    counts = []
+    while images > least:
+        images = max(least, min(images - 1, images * 3 // 4))
+        counts.append(images)
+    return counts
 
 
 def _changed(job: Job, work: Work, processes: int, text: str, kind: int, **keys: object) -> _Change:
