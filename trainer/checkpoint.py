@@ -99,18 +99,22 @@ class Writing:
     def busy(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
-    def fill_places(self) -> None:
-        """Once all of an adapter's file is there, which one process writes: its hashes, into its header."""
+    def finish_adapter(self) -> None:
+        """Once all of an adapter's file is there, which one process writes: puts its hashes into its header, and reads
+        it back. Raises OSError where it is not what was trained."""
         if self.expected:
             model, *others = self.layouts
             self.layouts = [replace(model, start=fill_places(self.part / model.name)), *others]
+            self.wrote()
+            self.expected.check(self.part / model.name)
+            self.wrote()
 
     def write(self, writers: int) -> None:
         """This process's bytes; what goes wrong is kept for ``publish``."""
         try:
             for layout in self.layouts:
                 self.extents += write_spans(self.part / layout.name, layout, writers, self.given_up, self.wrote)
-            self.fill_places()
+            self.finish_adapter()
         except (OSError, ValueError, DiscardedError) as failure:
             self.failure = failure
 
@@ -191,7 +195,7 @@ class Saver:
             if not self.many_writers:
                 for each in layouts:
                     writing.extents += together(world, partial(stream_to_lead, part / each.name, each, world))
-                together(world, writing.fill_places)
+                together(world, writing.finish_adapter)
             else:
                 together(world, lambda: create_files(part, layouts) if world.leads else None)
                 self._write(writing)
@@ -225,7 +229,6 @@ class Saver:
             writing.thread.join()
         with self._discarding():
             together(world, lambda: _raise(writing.failure))
-            together(world, lambda: writing.expected.check(writing.part / MODEL_FILE) if writing.expected else None)
             every = [extent for some in world.gather(writing.extents) for extent in some]
             manifest = self._manifest(writing, every)
             final = self.run.folder.states / folder_name(writing.step)

@@ -31,16 +31,19 @@ from trainer.tensor_output import DTYPES, ExportError, Progress, held, refuse_ex
 from trainer.whole_model import WholeModel, open_model
 
 OVERSAMPLING = 16  # singular vectors beyond the rank, which make those that are kept better
+SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
 POWER_ITERATIONS = 4  # a fine-tune's singular values fall slowly; 4 comes within 1 % of the exact error (tests)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """How much of a layer's change the LoRA holds. ``change``: its Frobenius norm; ``error``: that of the rest."""
+    """How much of a layer's change the LoRA holds. ``change``: its Frobenius norm; ``error``: that of the rest;
+    ``rounding``: what the fine-tune's number format has rounded, about, which is no change that anybody made."""
 
     module: str
     change: float
     error: float
+    rounding: float = 0.0
 
     @property
     def lost(self) -> float:
@@ -75,7 +78,7 @@ def extract(
     adapter: Adapter = {}
     captured: list[Captured] = []
     outside = 0.0
-    for name, change in _changes(tuned, base):
+    for name, change, rounding in _changes(tuned, base):
         size = float(change.norm())
         if size != size or size == float("inf"):
             raise ExportError(f"{name} holds NaN or infinity in one of the two models")
@@ -84,18 +87,30 @@ def extract(
         elif size:
             module = name.removesuffix(".weight")
             adapter[module], error = nearest(change, rank, name_key(module) % 2**31)
-            captured.append(Captured(module, size, error))
+            captured.append(Captured(module, size, error, rounding))
     return adapter, captured, outside**0.5
 
 
-def _changes(tuned: WholeModel, base: WholeModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor's difference, float32, on a GPU where there is one."""
+def _changes(tuned: WholeModel, base: WholeModel) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Each tensor's difference, float32, on a GPU where there is one, and what its number format rounds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Progress("extracting", base.shape.parameters()) as progress:
         for name in base.shape.tensors():
-            change = tuned.read(name).to(device).float() - base.read(name).to(device).float()
-            yield name, change
+            weight = tuned.read(name).to(device)
+            rounding = rounding_of(weight)
+            change = weight.float() - base.read(name).to(device).float()
+            yield name, change, rounding
             progress.add(change.numel())
+
+
+def rounding_of(weight: torch.Tensor) -> float:
+    """The norm of what was rounded in a tensor: errors spread evenly over the steps between neighbouring numbers."""
+    bits = SIGNIFICANT_BITS.get(weight.dtype)
+    if bits is None:
+        return 0.0
+    _, exponents = torch.frexp(weight[weight != 0].float())
+    steps = torch.exp2((exponents - bits).float())
+    return float((steps.square().sum(dtype=torch.float64) / 12).sqrt())
 
 
 def refuse_unlike(tuned: WholeModel, base: WholeModel) -> None:
@@ -124,7 +139,14 @@ def summary(captured: Iterable[Captured], outside: float) -> list[str]:
     change = (sum(each.change**2 for each in every) + outside**2) ** 0.5
     error = (sum(each.error**2 for each in every) + outside**2) ** 0.5
     beside = f", {100 * outside / change:.1f} % being in layers, biases and norms that it has not" if outside else ""
-    return [*lines, f"in all {100 * error / change:.1f} % of the change is lost{beside}"]
+    lines.append(f"in all {100 * error / change:.1f} % of the change is lost{beside}")
+    rounding = sum(each.rounding**2 for each in every) ** 0.5
+    if rounding > 0.1 * change:
+        share = min(100, 100 * rounding / change)
+        lines.append(
+            f"about {share:.0f} % of it is what the fine-tune's number format rounded: nothing that it learned"
+        )
+    return lines
 
 
 def _lost(group: Sequence[Captured]) -> float:

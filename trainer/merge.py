@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from bootstrap.lora_file import Adapter, LoraFileError, check_fits, read_lora
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.tensor_files import TensorFileError, read_header
 from jobs.problem import JobError
-from trainer.tensor_output import DTYPES, ExportError, Progress, refuse_existing
+from trainer.tensor_output import DTYPES, ExportError, Progress, cast, refuse_existing
 from trainer.whole_model import MODEL_LAYOUTS, ModelLayout, open_model, write_model
 
 
@@ -73,7 +73,8 @@ def merge(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with open_model(base) as model:
         ingredients = [read_ingredient(path, strength, model.shape, any_base) for path, strength in loras]
-        changed: dict[str, tuple[float, float]] = {}
+        chosen = DTYPES[dtype] if dtype else None
+        changed: dict[str, Change] = {}
 
         @torch.no_grad()
         def read(name: str) -> torch.Tensor:
@@ -86,31 +87,57 @@ def merge(
                     after = each.adapter[module].on(device).applied_to(after, each.strength)
                 if not bool(torch.isfinite(after).all()):
                     raise ExportError(f"{name} would hold NaN or infinity: nothing was written")
-                changed[module] = (float((after - before).square().sum()), float(before.square().sum()))
+                changed[module] = Change.of(before, after, chosen or model.dtypes[name])
                 weight = after.cpu()
             progress.add(weight.numel())
             return weight
 
         with Progress("merging", model.shape.parameters()) as progress:
-            told = _metadata(model.metadata, base, ingredients, layout)
-            write_model(target, layout, model, DTYPES[dtype] if dtype else None, told, saturate, read)
-    moved, length = (sum(pair[i] for pair in changed.values()) for i in (0, 1))
-    return f"{len(changed)} layers changed, their weights by {100 * (moved / length) ** 0.5:.2g} % in all"
+            told = _metadata(model.metadata, base, model.shape, ingredients, layout)
+            write_model(target, layout, model, chosen, told, saturate, read)
+    return f"{len(changed)} layers changed, {_told(changed.values())}"
 
 
-def _metadata(of_base: Mapping[str, str], base: Path, loras: Sequence[Ingredient], layout: str) -> dict[str, str]:
+@dataclass(frozen=True)
+class Change:
+    """What a LoRA did to one weight: sums of squares of the weight, of the change, and of what its format rounds."""
+
+    weight: float
+    change: float
+    rounding: float
+
+    @classmethod
+    def of(cls, before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> Change:
+        rounded = cast(after, dtype)[0].float() - after
+        return cls(*(float(each.square().sum()) for each in (before, after - before, rounded)))
+
+
+def _told(changes: Iterable[Change]) -> str:
+    """A weak LoRA in a coarse format may drown in its rounding: that should not be found out from pictures."""
+    weight, change, rounding = (sum(each) for each in zip(*map(astuple, changes), strict=True))
+    if not change:
+        return "by nothing: the LoRA adds 0"
+    share = 100 * (rounding / change) ** 0.5
+    moved = 100 * (change / weight) ** 0.5
+    return f"their weights by {moved:.2g} % in all; what the format rounds is {share:.2g} % of that"
+
+
+def _metadata(
+    of_base: Mapping[str, str], base: Path, shape: FluxShape, loras: Sequence[Ingredient], layout: str
+) -> dict[str, str]:
     names = [each.metadata.get("modelspec.title") or each.path.stem for each in loras]
     triggers = dict.fromkeys(each.metadata.get("modelspec.trigger_phrase", "") for each in loras)
     mixed = [f"{name} ({each.strength:g})" for name, each in zip(names, loras, strict=True)]
     told = {
         "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": f"flux-1-{'dev' if shape.guidance else 'schnell'}",
         "modelspec.implementation": "https://github.com/black-forest-labs/flux",
         "modelspec.title": " + ".join([of_base.get("modelspec.title") or base.stem, *names]),
         "modelspec.merged_from": ", ".join([base.stem, *mixed]),
         "modelspec.trigger_phrase": ", ".join(filter(None, triggers)),
         "fluxpod.layout": layout,
     }
-    kept = {"modelspec.architecture", "modelspec.resolution", "modelspec.license", "fluxpod.base", "fluxpod.blocks"}
+    kept = {"modelspec.resolution", "modelspec.license", "fluxpod.base", "fluxpod.blocks"}
     return {k: v for k, v in of_base.items() if k in kept} | {k: v for k, v in told.items() if v}
 
 

@@ -190,3 +190,40 @@ def test_the_manifest_tells_how_it_was_trained(set_up: Callable[..., Setup], wor
     manifest = save((replace(run, plan=replace(run.plan, processes=1)), tensors, optimizer), 7, world).manifest
     assert (manifest.step, manifest.method, manifest.lora, manifest.optimizer) == (7, "lora", run.job.lora, "AdamW")
     assert manifest.versions["torch"].startswith(torch.__version__.split("+")[0])
+
+
+# ---------------------------------------------------------------- an adapter's file
+
+
+@pytest.mark.parametrize("many_writers", [True, False])
+@pytest.mark.parametrize("memory", [0, 1 << 40])
+def test_an_adapter_that_is_not_what_was_trained_is_no_state(
+    many_writers: bool, memory: int, set_up: Callable[..., Setup], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written now, in the background, or by rank 0: it is read back, and the state before it stands."""
+    setup = set_up(**LORA)
+    run, tensors, optimizer = setup
+    take_steps(tensors, optimizer, 0, 1)
+    first = save(setup, 1, world)
+    monkeypatch.setattr(checkpoint, "takes_many_writers", lambda *_: many_writers)
+    real = checkpoint.fill_places
+
+    def spoil(path: Path) -> bytes:
+        head = real(path)
+        with path.open("r+b") as file:
+            file.seek(-2000, os.SEEK_END)
+            file.write(bytes(1000))
+        return head
+
+    monkeypatch.setattr(checkpoint, "fill_places", spoil)
+    saver = Saver(run, world, lambda: memory)
+    take_steps(tensors, optimizer, 1, 2)
+
+    def again() -> None:
+        saver.begin(2, tensors, optimizer, {})
+        saver.publish()
+
+    with pytest.raises(OSError, match="does not hold what was trained: "):
+        again()
+    assert newest_whole(run.folder.states) == (first, [])
+    assert [path.name for path in run.folder.states.iterdir()] == ["step-000001"]

@@ -14,7 +14,7 @@ from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.lora_file import read_lora, tensors_of
 from bootstrap.tensor_files import read_header, read_tensors, write_tensors
 from tests.loras import make_adapter
-from trainer.extract import Captured, extract, main, nearest, summary
+from trainer.extract import Captured, extract, main, nearest, rounding_of, summary
 from trainer.merge import merge
 from trainer.tensor_output import ExportError
 from trainer.whole_model import open_model
@@ -102,6 +102,20 @@ def test_kinds_of_layers_are_told_the_worst_first() -> None:
         "transformer_blocks.*.attn.to_q 2 layers 10.0 % of the change is lost",
         "in all 30.0 % of the change is lost",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_what_a_format_rounds_is_known(dtype: torch.dtype) -> None:
+    exact = torch.randn(200, 300, generator=torch.Generator().manual_seed(1))
+    rounded = exact.to(dtype)
+    expected = float((rounded.float() - exact).norm())
+    assert rounding_of(rounded) == pytest.approx(expected, rel=0.05)
+    assert rounding_of(exact) == 0
+
+
+def test_rounding_is_told_from_what_was_learned() -> None:
+    lines = summary([Captured("proj_out", 1.0, 0.9, 0.8)], 0.0)
+    assert lines[-1] == "about 80 % of it is what the fine-tune's number format rounded: nothing that it learned"
 
 
 def test_problems_are_told_in_words(

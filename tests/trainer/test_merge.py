@@ -57,6 +57,20 @@ def test_every_weight_is_the_bases_and_the_product(
     assert told["modelspec.trigger_phrase"] == "pprflwr"
 
 
+def test_a_weak_lora_in_a_coarse_format_is_told(
+    flux_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weak = make_adapter(FLUX_TINY, "attention", scale=lambda _: 1e-6)
+    lora = write_lora(tmp_path / "a.safetensors", weak)
+    shares = {}
+    for dtype in ("fp8", "bf16", "fp32"):
+        line = merge(flux_tiny, [(lora, 1.0)], tmp_path / f"{dtype}.safetensors", "bfl", dtype)
+        shares[dtype] = float(line.rpartition(" is ")[2].partition(" %")[0])
+    assert shares["fp8"] > shares["bf16"] > 50 > 1 > shares["fp32"]
+    nothing = write_lora(tmp_path / "0.safetensors", make_adapter(FLUX_TINY, "attention", scale=lambda _: 0.0))
+    assert "by nothing" in merge(flux_tiny, [(nothing, 1.0)], tmp_path / "out.safetensors", "bfl", None)
+
+
 def test_several_go_in_and_the_bases_format_stays(flux_tiny: Path, tmp_path: Path) -> None:
     one, two = small(targets="attention"), small(targets=("*.ff.*",), dora=True)
     files = [write_lora(tmp_path / "1.safetensors", one), write_lora(tmp_path / "2.safetensors", two)]
