@@ -99,11 +99,15 @@ EACH_GPU = {
 }
 
 
-# Measured where their names are asked for: what a round of validation takes, with compiled blocks in between.
+# Measured where their names are asked for: what a round of validation takes, with compiled blocks in between, and what
+# an average of the weights costs beside full-1024 and lora-1024; of two in 20 steps it follows the weights.
 APART = {
     case.name: case
     for case in (
         Case("full-512x4-validated", full(512, 4, validation={"path": "none", "every": 5}), 512),
+        Case("full-1024-ema", full(1024, 1, ema={}), 1024),
+        Case("full-1024-ema-80gb", full(1024, 1, ema={}), 1024, card_gib=75, host_gib=100),
+        Case("lora-1024-ema", lora(1024, 1, ema={}), 1024),
         Case("lora-1024-validated", lora(1024, 1, validation={"path": "none", "every": 5}), 1024),
     )
 }

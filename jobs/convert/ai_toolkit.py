@@ -246,6 +246,13 @@ def _sample(draft: Draft, names: Sequence[str]) -> None:
     draft.not_needed(["train.disable_sampling"], "without prompts nothing is drawn" if off else "is off")
 
 
+def _average(draft: Draft, names: Sequence[str]) -> None:
+    if draft.on("train.ema_config.use_ema"):
+        decay = draft.number("train.ema_config.ema_decay", 0.999)
+        draft.write("ema.decay", min(max(decay, 0.0), 0.9999), *names)
+    draft.not_needed(names, "ema_config.use_ema is off")
+
+
 _ITEM = {"sample_steps": "s", "guidance_scale": "g", "width": "w", "height": "h", "seed": "d"}
 
 
@@ -330,14 +337,11 @@ TABLE: Table = (
     ("train.loss_type", missing("The loss is always the mean squared error", "mse")),
     ("train.loss_target", missing("The loss is always FLUX's own", "noise")),
     ("train.switch_boundary_every train.num_train_timesteps", no_need("has no effect on FLUX")),
+    ("train.ema_config.use_ema train.ema_config.ema_decay", _average),
     # --- not supported ---
     (
-        "train.ema_config.use_ema train.ema_config",
-        missing("There is no moving average of the weights; compare the last checkpoints instead"),
-    ),
-    (
-        "train.ema_config.ema_decay train.ema_config.use_feedback train.ema_config.param_multiplier",
-        no_need("belongs to ema_config.use_ema"),
+        "train.ema_config train.ema_config.use_feedback train.ema_config.param_multiplier",
+        no_need("has no effect on the average"),
     ),
     (
         "train.train_text_encoder train.text_encoder_lr train.embedding_lr train.refiner_lr train.adapter_lr",

@@ -10,7 +10,7 @@ from jobs.convert.draft import MAPPED, NOT_SUPPORTED, OFF, Draft, Given
 from jobs.convert.values import Chosen, Drawn, as_number, base_of, in_steps_of_16, lost_options, optimizer_of, path_here
 from jobs.reference import spelled
 from jobs.schema import is_single_file
-from jobs.values import BLOCKWISE_ARGS, BLOCKWISE_OPTIMIZERS
+from jobs.values import BLOCKWISE_ARGS, BLOCKWISE_OPTIMIZERS, MOST_SEED
 
 TOKENS = "Secrets never stand in a job: set HF_TOKEN in the pod's environment"
 PLANNED = "the plan decides it from the GPUs at hand"
@@ -167,13 +167,14 @@ def length(draft: Draft) -> int | None:
 
 def draw(draft: Draft, samples: Sequence[Drawn], prompts: str, keys: Mapping[str, str]) -> bool:
     """What is drawn during training, if anything. ``prompts`` is the key of the prompts, ``keys`` those of options by
-    our names. All samples share one value of each: the first prompt's own, else the key's."""
+    our names. The samples share the values of the first prompt, else those of the keys; what other prompts have
+    of their own stands behind them."""
     samples = [sample for sample in samples if sample.prompt]
     if not samples:
         draft.not_needed((prompts, *keys.values()), "nothing is drawn without prompts")
         return False
-    draft.write("sample.prompts", [sample.prompt for sample in samples], prompts)
     own = samples[0].options
+    draft.write("sample.prompts", [_with_own(sample, own) for sample in samples], prompts)
     for ours, name in keys.items():
         if ours in own:
             draft.not_needed([name], "the first prompt says it itself")
@@ -184,15 +185,23 @@ def draw(draft: Draft, samples: Sequence[Drawn], prompts: str, keys: Mapping[str
         told = f"sample.{ours}: {spelled(draft.job[f'sample.{ours}'])}"
         draft.tell(Given(f"{prompts}: {ours}", value), MAPPED, told)
     for name, others in lost_options(samples).items():
-        remedy = _NO_NEGATIVE if name in ("--n", "--neg") else "All samples share one value here"
+        remedy = _NO_NEGATIVE if name in ("--n", "--neg") else "Samples have no such setting here"
         draft.tell(Given(f"{prompts}: {name}, of single prompts", ", ".join(others)), NOT_SUPPORTED, remedy)
     return True
+
+
+def _with_own(sample: Drawn, shared: Mapping[str, float]) -> str:
+    """The prompt as a job has it, with what differs from the ``shared`` values behind it."""
+    own = {name: _as_drawn(name, value) for name, value in sample.options.items() if value != shared.get(name)}
+    return " ".join([sample.prompt, *(f"--{name} {spelled(value)}" for name, value in own.items())])
 
 
 def _as_drawn(ours: str, value: float) -> float:
     if ours in ("width", "height"):
         return in_steps_of_16(value, 64, 4096)
-    return int(value) if ours in ("steps", "seed") else value
+    if ours in ("steps", "seed"):
+        return int(min(max(value, 0 if ours == "seed" else 1), 1000 if ours == "steps" else MOST_SEED))
+    return min(max(value, 0.0), 100.0)
 
 
 def plain_bf16(draft: Draft, why: str) -> None:

@@ -201,13 +201,9 @@ def prompt_lines(text: str) -> list[str]:
 
 
 def lost_options(samples: Sequence[Drawn]) -> dict[str, list[str]]:
-    """What single prompts ask for and cannot have: other values than the first prompt's, and options without a key
-    here; with their values."""
+    """What single prompts ask for and cannot have: options without a key here; with their values."""
     lost: dict[str, list[str]] = {}
     for sample in samples:
-        for name, value in sample.options.items():
-            if value != samples[0].options.get(name):
-                lost.setdefault(name, []).append(f"{value:g}")
         for name, text in sample.others.items():
             lost.setdefault(f"--{name}", []).append(text)
     return lost

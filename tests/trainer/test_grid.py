@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.run_file import RunFile
 from bootstrap.state import State
 from bootstrap.volume import Volume
+from bootstrap.wanted import Text, text_key
 from entrypoint import grid as command
 from entrypoint.model_files import NotFoundError
 from tests.runs import make_job, make_run, make_weights, make_world
@@ -23,7 +25,8 @@ from tests.trainer.test_sample import encode
 from trainer import grid
 from trainer.checkpoint import Saver, publish_output
 from trainer.ema import Ema
-from trainer.export import export_live
+from trainer.encode import encode_texts
+from trainer.export import export, export_live
 from trainer.grid import GridError, column_of, draw_all, drawings_of, in_order, with_base
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
@@ -34,7 +37,12 @@ from trainer.tensor_output import ExportError
 from trainer.trained import trained_tensors
 
 CPU = torch.device("cpu")
-SAMPLE: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "prompts": ["a cat", "a dog --seed 7 --width 96"]}
+SAMPLE: dict[str, Any] = {
+    "width": 64,
+    "height": 64,
+    "steps": 2,
+    "prompts": ["a cat", "a dog --seed 7 --width 96 --guidance 2"],
+}
 
 
 def make_state(volume: Path, base: Path, control: dist.ProcessGroup, name: str, **keys: Any) -> tuple[RunFile, State]:
@@ -175,6 +183,41 @@ def test_too_little_memory_is_told(
     columns = [column_of(state.path)]
     with pytest.raises(GridError, match=r"drawing takes 2\.\d GiB of memory, and this machine has 1.0 GiB free"):
         draw_all(columns, drawings_of([], [], columns), CPU)
+
+
+@pytest.mark.parametrize("layout", ["kohya", "diffusers", "full"])
+def test_stock_diffusers_draws_the_same_from_the_file(
+    layout: str, tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with settings of the prompt's own. (Kohya's layout on double blocks: diffusers' reader of it takes
+    the single blocks' width for that of FLUX.1.)"""
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    def encode_truly(run: RunFile, *prompts: str) -> None:
+        encode_texts({text_key(p, run.weights, False): Text(p, False, p) for p in prompts}, run.weights, CPU, run.cache)
+
+    monkeypatch.setattr(sys.modules[__name__], "encode", encode_truly)
+    targets = ["transformer_blocks.*.attn.*", "transformer_blocks.*.ff.net.*"]
+    adapter = {"rank": 4, "alpha": 64, "layout": layout, "targets": targets if layout == "kohya" else "all-linear"}
+    keys = {} if layout == "full" else {"method": "lora", "lora": adapter}
+    run, state = make_state(tmp_path, flux_tiny, control, "one", **keys)
+    pipeline: Any = FluxPipeline.from_pretrained(flux_tiny, torch_dtype=torch.bfloat16)
+    pipeline.set_progress_bar_config(disable=True)
+    untrained = stock_picture(pipeline)
+    if layout == "full":
+        folder = export(state, tmp_path / "model", "diffusers", None, saturate=False)
+        pipeline.transformer = FluxTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    else:
+        pipeline.load_lora_weights(run.folder.output / "one.safetensors")
+    assert np.array_equal(stock_picture(pipeline), sampled(run, 1))
+    assert np.abs(untrained.astype(int) - sampled(run, 1)).mean() > 1
+
+
+def stock_picture(pipeline: Any) -> np.ndarray:
+    """The second prompt of ``SAMPLE``."""
+    seed = torch.Generator("cpu").manual_seed(7)
+    settings = {"width": 96, "height": 64, "num_inference_steps": 2, "guidance_scale": 2.0, "generator": seed}
+    return np.asarray(pipeline("a dog", **settings, max_sequence_length=64).images[0])
 
 
 # ---------------------------------------------------------------- the sheet

@@ -241,16 +241,12 @@ def test_a_finished_checkpoint_draws_the_last_sample_in_the_stock_pipeline(
 def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(
     lora: dict[str, Any], volume: Volume, flux_tiny: Path
 ) -> None:
-    """kohya's layout on double blocks: diffusers' reader of it takes the single blocks' width for that of FLUX.1.
-
-    The pipeline has the adapter in bf16, training has it in float32: that alone moves this picture by 0.7 of 255 in the
-    mean, however weak the adapter.
-    """
+    """kohya's layout on double blocks: diffusers' reader of it takes the single blocks' width for that of FLUX.1."""
     prompt = "a star"
     keys: dict[str, Any] = {"method": "lora", "lora": {"rank": 4} | lora, "steps": 3, "learning_rate": 0.1}
     each = trained(volume, name=f"adapter-picture-{lora['layout']}", sample=SMALL | {"prompts": [prompt]}, **keys)
     stock = stock_picture(flux_tiny, prompt, lambda pipeline: pipeline.load_lora_weights(each.output))
-    assert np.abs(stock - last_sample(each)).mean() < 1
+    assert np.abs(stock - last_sample(each)).max() <= 1
     untrained = stock_picture(flux_tiny, prompt, lambda pipeline: None)
     assert np.abs(untrained - last_sample(each)).mean() > 20
 

@@ -127,7 +127,7 @@ def test_a_lora_of_the_gui() -> None:
     assert (job.timestep_sampling, job.discrete_flow_shift, job.sigmoid_scale) == ("shift", 3.1582, 1.2)
     assert (job.guidance, job.caption_dropout, job.seed, job.t5_mask) == (1, 0.1, 1234, False)
     assert (job.save.every, job.save.weights, job.save.states) == (300, 4, 2)
-    assert job.sample.prompts == ("a vase in blue ceramics", "blue ceramics: a teapot on a window sill")
+    assert job.sample.prompts == ("a vase in blue ceramics", "blue ceramics: a teapot on a window sill --steps 30")
     assert (job.sample.width, job.sample.height, job.sample.steps, job.sample.seed) == (832, 1216, 24, 7)
 
 
@@ -324,7 +324,7 @@ def test_a_lora_of_sd_scripts_with_its_datasets() -> None:
     assert job.optimizer_args["d_coef"] == 2
     assert job.lora is not None
     assert job.lora.targets == tuple(f"single_transformer_blocks.{number}.*" for number in (7, 20, 21, 22))
-    assert job.sample.prompts == ("an otter on a surfboard", "an otter reading a newspaper")
+    assert job.sample.prompts == ("an otter on a surfboard", "an otter reading a newspaper --seed 2")
     assert (job.sample.guidance, job.sample.seed) == (3.5, 1)
     kinds = fates(done)
     assert kinds["general.caption_extension"] == NOT_NEEDED
@@ -392,8 +392,9 @@ def test_a_lora_of_ai_toolkit() -> None:
         f"single_transformer_blocks.{number}.proj_out" for number in (7, 20)
     }
     kinds = fates(done)
-    assert kinds["train.ema_config.use_ema"] == NOT_SUPPORTED
-    assert kinds["train.ema_config.ema_decay"] == NOT_NEEDED
+    assert kinds["train.ema_config.use_ema"] == kinds["train.ema_config.ema_decay"] == MAPPED
+    assert job.ema is not None
+    assert (job.ema.decay, job.ema.every) == (0.99, 1)
     assert kinds["model.quantize"] == NOT_NEEDED
 
 
@@ -402,7 +403,7 @@ def test_a_full_model_of_ai_toolkits_web_page() -> None:
     assert (job.method, job.images_per_step, job.steps) == ("full", 4, 3000)
     assert (job.timestep_sampling, job.resolution) == ("flux_shift", (512, 768))
     assert job.optimizer_args == {"relative_step": False, "scale_parameter": False}
-    assert job.sample.prompts == ("a cat in a hat", "a house by the sea")
+    assert job.sample.prompts == ("a cat in a hat", "a house by the sea --width 768 --seed 9")
     assert (job.sample.width, job.sample.seed) == (1024, 42)
 
 
