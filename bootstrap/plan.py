@@ -20,7 +20,7 @@ from bootstrap.pod import Gpu, Pod, lacks_shm
 from bootstrap.precision import Precision
 from bootstrap.reasons import Choice as Choice
 from bootstrap.reasons import explain
-from bootstrap.shortage import FailedPlan, Shortage, room_after, setting_of
+from bootstrap.shortage import FailedPlan, Shortage, setting_of
 from bootstrap.ways import (
     choose_gpus,
     choose_way,
@@ -217,7 +217,7 @@ def ways_out_of(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSumma
         return ""
     sizes = image_sizes(job, data)
     work = estimate.work_of(job, base, sizes, plan.assistant_bytes)
-    return spelled_out(job, pod, work, gpus, sizes, room_after(usable_memory(gpus), [failed]))
+    return spelled_out(job, pod, work, gpus, sizes, [failed])
 
 
 def predict(plan: Plan, job: Job, pod: Pod, base: FluxShape, data: DataSummary) -> Prediction | None:

@@ -11,12 +11,13 @@ from bootstrap.estimate import USABLE, Arrangement, Work, in_gib
 from bootstrap.gpus import GIB, find_gpu
 from bootstrap.outcome import PodError
 from bootstrap.pod import Gpu, Pod
-from bootstrap.precision import FAITHFULNESS, MOST_FAITHFUL
+from bootstrap.precision import FAITHFULNESS, MOST_FAITHFUL, Precision
 from bootstrap.shortage import FailedPlan, room_after
 from bootstrap.ways import (
     ANY_MEMORY,
     fastest,
     host_memory,
+    linked,
     multiplies_in_fp8,
     needs_whole_model,
     overridden,
@@ -32,8 +33,8 @@ from jobs.schema import Job
 
 MOST_TOLD = 3  # ways out of memory that ran out
 STEPS_DOWN = (1536, 1280, 1024, 896, 768, 640, 512, 384, 256)  # resolutions worth falling back to
-# What a way out changes: nothing but the order of sums; how numbers are kept; how many images a
-# step has; what is learned.
+# What a way out changes: nothing but the order of sums; how numbers are kept; how many images a step has; what is
+# learned.
 SAME, ARITHMETIC, STEP, PICTURES = range(4)
 
 Sizes = Sequence[tuple[int, int, float]]  # width, height and frequency of the images
@@ -64,19 +65,25 @@ class _Change:
 
 
 def ways_out(
-    job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], sizes: Sizes, room: int, *, at_most: int | None = None
+    job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], sizes: Sizes, room: int, base: Precision | None = None
 ) -> list[WayOut]:
-    """The changes that fit into ``room`` bytes: those that change the least first, of these the fastest."""
+    """The changes that fit into ``room`` bytes: those that change the least first, of these the fastest.
+
+    ``base``: the format that a frozen base has and keeps, but where that is what changes; None where it has none yet.
+    """
     gpu, known = slowest(gpus), all(find_gpu(each.name) for each in gpus)
     found: dict[str, WayOut] = {}
     for change in _changes(job, work, sizes, len(gpus)):
-        if change.key in found or not (way := fastest(change.job, pod, change.work, gpu, change.processes, room)):
+        if change.key in found:
+            continue
+        kept = None if change.key == "plan.base_precision" else base
+        way = fastest(change.job, pod, change.work, gpu, change.processes, room, kept)
+        if way is None:
             continue
         share = max(split_images(change.job.images_per_step, change.processes))
-        seconds = estimate.seconds_per_step(change.work, way, gpu, share) if known else None
+        seconds = estimate.seconds_per_step(change.work, way, linked(gpu, pod), share) if known else None
         found[change.key] = WayOut(change.text, change.kind, peak_of(change.work, way), seconds)
-    ordered = sorted(found.values(), key=lambda each: (each.kind, each.seconds or 0.0))
-    return ordered[:at_most]
+    return sorted(found.values(), key=lambda each: (each.kind, each.seconds or 0.0))
 
 
 def _changes(job: Job, work: Work, sizes: Sizes, processes: int) -> Iterator[_Change]:
@@ -178,7 +185,7 @@ def no_way(
     room = room_after(usable_memory(gpus), failed)
     if failed:
         told = f"out of GPU memory: {failed[-1].told}. No plan is left that would give the same numbers in less"
-        return PodError(f"{told}. {spelled_out(job, pod, work, gpus, sizes, room)}")
+        return PodError(f"{told}. {spelled_out(job, pod, work, gpus, sizes, failed)}")
     free = job.model_copy(update={"plan": type(job.plan)(processes=job.plan.processes)})
     if overridden(job) and (other := fastest(free, pod, work, slowest(gpus), len(gpus), room)):
         least = peak_of(work, _least(job, pod, work, len(gpus)))
@@ -192,9 +199,12 @@ def no_way(
     return PodError(_why_not(job, pod, work, gpus, sizes, room))
 
 
-def spelled_out(job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], sizes: Sizes, room: int) -> str:
-    """The cheapest ways out of memory that ran out, in a sentence."""
-    found = [str(way) for way in ways_out(job, pod, work, gpus, sizes, room, at_most=MOST_TOLD)]
+def spelled_out(
+    job: Job, pod: Pod, work: Work, gpus: tuple[Gpu, ...], sizes: Sizes, failed: Sequence[FailedPlan]
+) -> str:
+    """The cheapest ways out of memory that ran out with these plans, in a sentence."""
+    room = room_after(usable_memory(gpus), failed)
+    found = [str(way) for way in ways_out(job, pod, work, gpus, sizes, room, failed[-1].base)[:MOST_TOLD]]
     if len(found) < MOST_TOLD:
         found.append(_larger_gpu(job, pod, work, gpus, room))
     return f"Ways out, the one that changes least first: {'; or '.join(found)}."

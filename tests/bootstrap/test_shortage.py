@@ -129,6 +129,16 @@ def test_where_all_is_done_already_the_job_must_change() -> None:
     assert "resolution" in told(job(extra=ONE + streamed), pod("RTX 4090", memory=40 * GIB))
 
 
+def test_what_keeps_the_numbers_keeps_the_base() -> None:
+    """Checkpointing all blocks would do with a base in int8: that is another change, told as such."""
+    asked = job("lora", "images_per_step: 1\nresolution: 1024\n")
+    plan = make_plan(asked, pod("RTX 5090"), DEV, LARGE)
+    lost = replace(plan.that_failed(shortage(plan)), needed=plan.memory_per_gpu + 8 * GIB)
+    ways = ways_out_of(plan, asked, pod("RTX 5090"), DEV, LARGE, lost)
+    assert ways.startswith("Ways out, the one that changes least first: plan: {base_precision: int8} (")
+    assert "checkpointing" not in ways
+
+
 def test_an_average_can_go() -> None:
     asked = job(extra="ema: {decay: 0.99}\nimages_per_step: 1\nresolution: 1024\nplan: {checkpointing: true}\n")
     assert "no ema (" in told(asked, pod("H200", memory=40 * GIB))
