@@ -22,7 +22,7 @@ from entrypoint.drawn import draw_dataset
 from entrypoint.run import run_job
 
 SHOWN, OTHERS = 4, 12  # pictures drawn: to train on, to try
-RUNS = {"under": 5, "well": 40, "over": 160}  # steps
+RUNS = {"under": 5, "well": 40, "over": 120}  # steps
 JOB = """\
 name: {name}
 base: flux-tiny
@@ -35,7 +35,7 @@ bucket_step: 64
 learning_rate: 2e-3
 warmup: 5
 save: {{ every: 1000 }}
-validation: {{ path: datasets/others, every: 10, images: 12 }}
+validation: {{ path: datasets/others, every: 10, images: 6 }}
 """
 
 
