@@ -35,7 +35,7 @@ def doubts_of_pictures(job: Job, items: Iterable[Item]) -> list[Problem]:
             continue
         fate = "are enlarged to it, which teaches blur" if job.upscale else "are trained at their own size, not at this"
         told = f"{len(small)} of the {len(pictures)} pictures of {entry.path} are smaller than {largest} px and {fate}"
-        fitting = max(256, int(median(small)) // 64 * 64)
+        fitting = max(64, int(median(small)) // 64 * 64)
         remedy = f"Write {fitting}, or a list of sizes up to it, or use larger pictures"
         found.append(Problem(told, remedy, f"datasets[{index}].resolution" if own else "resolution"))
     return found

@@ -14,7 +14,7 @@ from typing import Literal
 
 from bootstrap import estimate
 from bootstrap.estimate import Arrangement, Work, decimal, in_gib, in_time
-from bootstrap.flux_shape import FluxShape
+from bootstrap.flux_shape import FluxShape, shift_of_tokens
 from bootstrap.gpus import GpuModel, find_gpu, has_bf16
 from bootstrap.pod import Gpu, Pod, lacks_shm
 from bootstrap.precision import Precision
@@ -158,6 +158,7 @@ def make_plan(
         *_learned(failed, memory.peak),
         Choice("memory", _of(memory.peak, gpus), f"GiB: {memory}"),
         Choice("CPU", f"threads {threads}, loaders {workers}", workers_reason),
+        _explain_noise(job, base, sizes),
         Choice("length", f"{steps} steps", length_reason),
         Choice("disk", decimal(disk), disk_reason),
     )
@@ -313,6 +314,18 @@ def disk_needed(job: Job, work: Work, steps: int, per_epoch: int) -> tuple[int, 
         f"at most {most_weights} x weights of {decimal(work.weights_file)} and {most_optimizers} x optimizer of "
         f"{decimal(work.optimizer)}{average}, the one being written included; saves: {saves}"
     )
+
+
+def _explain_noise(job: Job, base: FluxShape, sizes: Sequence[tuple[int, int, float]]) -> Choice:
+    """The levels of noise that images are trained at, and the guidance that the model is told with them."""
+    told = f"guidance {job.guidance:g} while training" if base.guidance else "no guidance: the base takes none"
+    if job.timestep_sampling == "shift":
+        told = f"shift {job.discrete_flow_shift:g}; {told}"
+    elif job.timestep_sampling == "flux_shift":
+        tokens = sorted(width * height // 256 for width, height, _ in sizes)
+        shifts = dict.fromkeys(f"{shift_of_tokens(each):.2f}" for each in (tokens[0], tokens[-1]))
+        told = f"shift {' to '.join(shifts)}, by the images' sizes; {told}"
+    return Choice("noise", job.timestep_sampling, told)
 
 
 # ---------------------------------------------------------------- loaders

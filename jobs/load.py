@@ -169,7 +169,9 @@ def _explained(error: ErrorDetails) -> tuple[str, str]:
         message = "is empty" if kind == "too_short" else f"{shown(value)} stands where a list is needed"
         return message, _LISTS.get(str(name), "Write a list, such as [one, two]")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        inside = "- path: datasets/my-pictures" if isinstance(name, int) else "key: value, indented, one a line"
+        inside = "key: value, indented, one a line"
+        if isinstance(name, int):
+            inside = "- match: attention" if "layers" in error["loc"] else "- path: datasets/my-pictures"
         return f"{shown(value)} stands where a group of keys is needed", f"Write {inside}"
     return error["msg"], ""
 
@@ -182,6 +184,7 @@ _LIMITS = {
 }
 _LISTS = {
     "datasets": "Write a list with one entry or more, such as - path: datasets/my-pictures",
+    "layers": "Write a list of entries, such as - {match: attention, rank: 32}",
     "prompts": 'Write a list, such as ["a prompt", "another"]',
 }
 _EXAMPLES: Mapping[str, Any] = {
@@ -190,4 +193,5 @@ _EXAMPLES: Mapping[str, Any] = {
     "method": "method: lora",
     "datasets": "datasets: [{path: datasets/my-pictures}]",
     "path": "path: datasets/my-pictures",
+    "match": "match: attention",
 }

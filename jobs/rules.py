@@ -253,7 +253,8 @@ def _rate(job: Job) -> Iterator[Finding]:
     for path, rate in written.items():
         if not rates.least <= rate <= rates.most:
             effect = "too small to learn in time" if rate < rates.least else "so large that the model falls apart"
-            yield Finding(path, f"{rate:g} is for {what} {effect}", f"Write {rates.usual:g} and go from there")
+            usual = f"{rates.usual:g}".replace("e-0", "e-")
+            yield Finding(path, f"{rate:g} is for {what} {effect}", f"Write {usual} and go from there")
 
 
 def _names_schnell(text: str | None) -> bool:

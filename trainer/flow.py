@@ -12,15 +12,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from bootstrap.flux_shape import shift_of_tokens
+
 TimestepSampling = Literal["flux_shift", "shift", "sigmoid", "uniform"]
-
-
-def shift_of_tokens(tokens: int) -> float:
-    """FLUX's shift for an image of ``tokens`` patches: e**mu, mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
-
-    1.878 at 512 px, 3.158 at 1024 px. The formula is that of BFL's sampling code and of diffusers' scheduler.
-    """
-    return math.exp(0.5 + (tokens - 256) * (1.15 - 0.5) / (4096 - 256))
 
 
 def shifted(sigma: float, shift: float) -> float:

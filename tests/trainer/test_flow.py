@@ -11,6 +11,7 @@ from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from bootstrap.draws import Use, draw
+from bootstrap.flux_shape import shift_of_tokens
 from trainer.flow import (
     TimestepSampling,
     image_ids,
@@ -18,7 +19,6 @@ from trainer.flow import (
     mask_weights,
     noise_level,
     pack,
-    shift_of_tokens,
     shifted,
 )
 

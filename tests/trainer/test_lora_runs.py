@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from bootstrap.bases import FLUX_TINY
 from bootstrap.outcome import JOB_WRONG
 from bootstrap.resume import resume_problems
+from bootstrap.tensor_files import read_header
 from bootstrap.volume import Volume
 from tests.loras import write_lora
 from tests.training import fill_volume, prepared, train, trained
@@ -50,6 +52,10 @@ def test_a_run_goes_on_to_the_bit_and_is_the_same_on_two_processes(volume: Volum
     assert half.values("loss") + rest.values("loss") == whole.values("loss")
     assert rest.weights.keys() == whole.weights.keys()
     assert all(torch.equal(tensor, whole.weights[name]) for name, tensor in rest.weights.items())
+    plan, state = whole.run.plan, whole.states[-1]
+    assert plan.weights_bytes == sum(tensor.numel() * 4 for tensor in whole.weights.values())
+    optimizer = [e.shape for n, e in read_header(state.optimizer).tensors.items() if n.endswith("exp_avg")]
+    assert sum(map(math.prod, optimizer)) * 8 == plan.state_bytes - plan.weights_bytes
     two = trained(volume, name="two", **KEYS | {"plan": {"base_precision": "nf4", "processes": 2}})
     assert two.values("loss") == pytest.approx(whole.values("loss"), rel=2e-3)
 
