@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainer.dropout import KEYS
 from trainer.trained import Trained, plain_name
 from trainer.world import World
 
@@ -137,8 +138,9 @@ def describe(step: int, names: Sequence[str], sums: torch.Tensor, right: Mapping
 
 
 def _held_whole(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """What every process has the same of; not the keys of dropout, which are those of its own images."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not isinstance(tensor, DTensor) and tensor.numel():
+        if not isinstance(tensor, DTensor) and tensor.numel() and name != KEYS:
             yield plain_name(name), tensor
 
 
