@@ -75,9 +75,8 @@ class Agreement:
         sums += [*received.values(), *(checksum(self.tensors[name].weight) for name in received)]
         doing = torch.tensor([step, _digest(pictures), *struct.unpack("@q", struct.pack("@d", learning_rate))])
         own = torch.cat([doing.to(device, non_blocking=True), torch.stack(sums)])
-        found = own.new_empty(self.world.size * own.numel())
-        dist.all_gather_into_tensor(found, own)
-        found, arrived = found.view(self.world.size, -1), None
+        found, arrived = own.new_empty((self.world.size, own.numel())), None
+        dist.all_gather(list(found), own)
         if device.type == "cuda":
             found, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()
             arrived.record()
