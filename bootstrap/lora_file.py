@@ -196,8 +196,9 @@ def _joined(bfl_name: str, parts: Mapping[int, LowRank]) -> LowRank:
     count = len(_parts(bfl_name))
     # A single block's feed-forward part has four of the seven widths that linear1 has.
     rows = one.up.shape[0] if count == 1 else one.up.shape[0] // (4 if some == 3 else 1) * (7 if count == 4 else 3)
-    if any(part.magnitude is not None for part in parts.values()) and len(parts) < count:
-        absent = ", ".join(module for number, module in enumerate(_parts(bfl_name)) if number not in parts)
+    with_lengths = [number for number, part in parts.items() if part.magnitude is not None]
+    if 0 < len(with_lengths) < count:
+        absent = ", ".join(module for number, module in enumerate(_parts(bfl_name)) if number not in with_lengths)
         raise LoraFileError(
             f"kohya's layout has one length for each row of {bfl_name}, and this DoRA leaves out {absent}: "
             "target these too, or take the layout of diffusers"
@@ -339,7 +340,8 @@ def _low_rank(name: str, layer: _Layer, config: Mapping[str, Any] | None, proble
         problems.add("holds NaN or infinity, or whole numbers", name)
         return None
     scale = float(alpha) / down.shape[0] if alpha is not None else _told_scale(name, down.shape[0], config)
-    return LowRank(down, up, scale, None if magnitude is None else magnitude.reshape(-1))
+    # 16 and 8 bits become 32 without a change, and what is computed with them later is not rounded to them again.
+    return LowRank(down.float(), up.float(), scale, None if magnitude is None else magnitude.float().reshape(-1))
 
 
 def _cut(bfl_name: str, fused: LowRank, ranks: Mapping[str, int] | None) -> Adapter:

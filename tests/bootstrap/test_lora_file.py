@@ -169,6 +169,14 @@ def test_a_dora_of_a_part_of_a_fused_matrix_is_told() -> None:
     assert_same(adapter_of(tensors_of(adapter, "diffusers")), adapter)
 
 
+def test_a_dora_of_q_beside_a_lora_of_k_and_v_is_told() -> None:
+    adapter = make_adapter(targets=("transformer_blocks.0.attn.to_[qkv]",))
+    name = "transformer_blocks.0.attn.to_q"
+    adapter[name] = LowRank(adapter[name].down, adapter[name].up, 1.0, torch.ones(SMALL.width))
+    with pytest.raises(LoraFileError, match=r"this DoRA leaves out \S*to_k, \S*to_v:"):
+        tensors_of(adapter, "kohya")
+
+
 # ---------------------------------------------------------------- files of other tools
 
 
@@ -232,6 +240,17 @@ def test_parts_that_share_one_down_matrix() -> None:
         assert [part.rank for part in parts] == [4] * 4
         assert [part.size[0] for part in parts] == [w, w, w, 4 * w]
         assert torch.allclose(torch.cat([part.product() for part in parts]), 0.5 * (up @ down), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_files_of_fewer_bits_are_computed_with_in_32(dtype: torch.dtype) -> None:
+    adapter = make_adapter(targets="attention+feed-forward", dora=True, scale=lambda _: 0.3)
+    file = {name: tensor.to(dtype) for name, tensor in tensors_of(adapter, "kohya").items()}
+    found = adapter_of(file)
+    for name, each in found.items():
+        assert torch.equal(each.up, adapter[name].up.to(dtype).float())
+        assert torch.equal(each.down, adapter[name].down.to(dtype).float())
+    assert_same(adapter_of(tensors_of(found, "diffusers")), found)
 
 
 def test_without_an_alpha_the_product_is_taken_as_it_is() -> None:
