@@ -8,6 +8,8 @@ far, or further, than float32 masters by more than 2 %. ``--products`` adds what
 
 A model of 250 M parameters on a GPU (one process for each learning rate, side by side), flux-tiny on a CPU.
 
+Lion and Adafactor have other scales: they run at their own rate (jobs/learning_rates.py), told beside their name.
+
 Columns, of the way d from the first to the last weights, over all of them as one vector:
   progress   <d, r> / <r, r> with r the way of the same optimizer in float32: 1 is all of it, 0 is standing still
   of AdamW   the same with r the way of AdamW in float32
@@ -50,6 +52,7 @@ from bootstrap.run_file import RunFile
 from bootstrap.volume import Volume
 from bootstrap.wanted import Wanted
 from bootstrap.weights import Weights
+from jobs.learning_rates import rates_of
 from jobs.schema import Job
 from jobs.values import Products
 from trainer.attention import ATTENTIONS
@@ -85,6 +88,13 @@ class Mode:
         name = "AdamW" if self.optimizer == "PagedAdamW32bit" else self.optimizer.removeprefix("Paged")
         return Mode(name, "fp32")
 
+    def own_rate(self, rate: float) -> float:
+        """What ``rate`` is to AdamW, for this optimizer: Lion's steps are larger at one rate, Adafactor's smaller."""
+        own, adamw = rates_of(self.optimizer, "full"), rates_of("AdamW", "full")
+        assert own is not None
+        assert adamw is not None
+        return rate * own.usual / adamw.usual
+
 
 REFERENCE = Mode("AdamW", "fp32")
 MODES = (
@@ -100,7 +110,8 @@ PAGED = (Mode("PagedAdamW8bit", "bf16"), Mode("PagedLion8bit", "bf16"))
 class Row:
     """What became of one mode at one learning rate; see the head of this file."""
 
-    learning_rate: float
+    learning_rate: float  # AdamW's
+    own_rate: float  # this optimizer's
     optimizer: str
     arithmetic: Arithmetic
     products: Products
@@ -249,7 +260,9 @@ class Trials:
     def train(
         self, mode: Mode, learning_rate: float, batches: Sequence[Batch]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The loss of every step, and the last weights, float32 masters where there are; the model has them in bf16."""
+        """At the optimizer's own rate. The loss of every step, and the last weights, float32 masters where there are;
+        the model has them in bf16."""
+        learning_rate = mode.own_rate(learning_rate)
         job = self.run.job.model_copy(update={"optimizer": mode.optimizer, "learning_rate": learning_rate})
         self._put(self.start)
         held = self._masters() if mode.arithmetic == "fp32" else self.tensors
@@ -325,6 +338,7 @@ def compare(mode: Mode, learning_rate: float, way: Way, twin: Way, adamw: Way, b
     fell = before - twin.held_out
     return Row(
         learning_rate,
+        mode.own_rate(learning_rate),
         mode.optimizer,
         mode.arithmetic,
         mode.products,
@@ -376,13 +390,15 @@ HEAD = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [
-        f"| {row.learning_rate:g} | {row.optimizer} | {row.arithmetic}{'' if row.arrives else ' **off**'} "
-        f"| {row.products} "
-        f"| {row.progress:.3f} | {row.of_adamw:.3f} | {row.length:.2f} | {row.changed:.2f} | {row.loss_fall:.3f} "
-        f"| {row.curve:.1%} | {row.seconds:.1f} |"
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        at = "" if row.own_rate == row.learning_rate else f" at {row.own_rate:g}"
+        off = "" if row.arrives else " **off**"
+        lines.append(
+            f"| {row.learning_rate:g} | {row.optimizer}{at} | {row.arithmetic}{off} | {row.products} "
+            f"| {row.progress:.3f} | {row.of_adamw:.3f} | {row.length:.2f} | {row.changed:.2f} | {row.loss_fall:.3f} "
+            f"| {row.curve:.1%} | {row.seconds:.1f} |"
+        )
     return "\n".join((*HEAD, *lines))
 
 

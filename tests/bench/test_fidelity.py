@@ -57,3 +57,9 @@ def test_the_table_marks_what_is_off(rows: dict[Mode, Row]) -> None:
     lines = table([good, replace(good, arithmetic="bf16", progress=0.97)]).splitlines()
     assert "off" not in lines[2]
     assert "| AdamW | bf16 **off** | bf16 | 0.970 |" in lines[3]
+
+
+def test_each_optimizer_has_its_own_scale() -> None:
+    assert Mode("AdamW8bit", "bf16").own_rate(1e-5) == 1e-5
+    assert Mode("PagedLion8bit", "bf16").own_rate(1e-5) == pytest.approx(2e-6)
+    assert Mode("Adafactor", "fp32").own_rate(1e-5) == pytest.approx(5e-4)
