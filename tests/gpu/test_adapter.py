@@ -14,7 +14,7 @@ from trainer.adapter import add_adapter
 from trainer.dropout import kept
 from trainer.model import predict
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
 SHAPE = FluxShape(
     double_blocks=1, single_blocks=1, heads=4, head_size=64, text_size=128, pooled_size=64, rope_axes=(8, 28, 28)
