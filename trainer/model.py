@@ -107,6 +107,9 @@ def avoid_compiler_faults() -> None:
     settings.coalesce_tiling_analysis = False
     if torch.__version__ < "2.13":  # compares versions, not letters
         settings.mix_order_reduction = False
+    # A block compiles anew for training and drawing, for one image and several, for an assistant on and off, for each
+    # rank of an adapter; past the limit, 8 by default, a run would end.
+    torch._dynamo.config.recompile_limit = 64
 
 
 def checkpoint_blocks(model: FluxTransformer2DModel, count: int) -> None:
