@@ -22,7 +22,8 @@ from trainer.world import World
 
 log = logging.getLogger(__name__)
 
-ENCODE_LIMIT = 20 * 60.0  # seconds: T5-XXL from a slow volume takes minutes, each prompt on a CPU up to one
+# Seconds, in which the other processes wait: T5-XXL from a slow volume takes minutes, each prompt on a CPU up to one.
+ENCODE_LIMIT = 10 * 60.0
 ENCODE_MEMORY = 3 << 30  # bytes beside the encoders' weights
 
 
