@@ -50,6 +50,7 @@ class Prompts:
             if drawings == self.drawings:
                 self._told = ""
                 return
+            self._refuse_larger(drawings)
             self._encode(drawings)
         except (JobError, PromptsError, OSError) as error:
             if str(error) != self._told:
@@ -58,6 +59,14 @@ class Prompts:
             return
         log.info("prompts: %s has changed, %d are drawn from now on", file.name, len(drawings))
         self.drawings, self._told = drawings, ""
+
+    def _refuse_larger(self, drawings: tuple[Drawing, ...]) -> None:
+        """Raises PromptsError for a picture that the plan has left no memory for."""
+        most = max((each.width * each.height for each in self.run.job.sample.drawings), default=0)
+        for each in drawings:
+            if each.width * each.height > most:
+                told = f"{each.width}x{each.height} is larger than the samples that memory was planned for"
+                raise PromptsError(f"{told}: it is drawn when the job is started again")
 
     def _encode(self, drawings: tuple[Drawing, ...]) -> None:
         """Has what the cache lacks encoded by a process of its own, on the CPU: the model keeps the GPU. Raises

@@ -65,7 +65,8 @@ class Sampler:
         self.prompts = Prompts(run, world)
         self.sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if world.leads:
-            run.folder.alarm.unlink(missing_ok=True)
+            with suppress(OSError):
+                run.folder.alarm.unlink(missing_ok=True)
 
     def due(self, step: int) -> bool:
         return bool(self.sample.prompts) and (step % self.sample.every == 0 or step == self.run.plan.steps)

@@ -220,6 +220,9 @@ def test_the_last_good_list_stays(
     for _ in range(2):
         assert prompts.now() == good
     assert caplog.text.count("prompts.txt:1: --sede is not known. Did you mean --seed?") == 1
+    file.write_text("a cat --width 96\n")
+    assert prompts.now() == good
+    assert "96x64 is larger than the samples that memory was planned for" in caplog.text
     file.write_text("a dog\n")
     assert [each.prompt for each in prompts.now()] == ["a dog"]
     file.unlink()
@@ -236,8 +239,9 @@ def test_new_prompts_wait_where_memory_is_short(
     file = tmp_path / "prompts.txt"
     file.write_text("a new one\n")
     job = make_job(sample=SMALL | {"prompts_file": str(file)})
+    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
     run = make_run(tmp_path, job, make_weights(flux_tiny))
     monkeypatch.setattr("trainer.prompts.read_free_memory", lambda: 1 << 30)
-    assert prompts_of(run, control).now() == ()
+    assert [each.prompt for each in prompts_of(run, control).now()] == ["a cat"]
     assert "encoding new ones takes 3." in caplog.text
     assert "GiB of RAM and 1.0 GiB are free" in caplog.text
