@@ -75,12 +75,12 @@ def start(run: RunFile, world: World, *, stop: int = 0, kill: int = 0, in_pass: 
             if done == kill:
                 raise Killed
 
-    def interrupted(step: int, data: Any) -> Any:
+    def interrupted(step: int, data: Any, waited: float) -> Any:
         if in_pass and step == kill - 1:
             half = replace(data, batches=data.batches[: max(1, len(data.batches) // 2)])
-            take(step, half)
+            take(step, half, waited)
             raise Killed
-        return take(step, data)
+        return take(step, data, waited)
 
     t.steps, t.take_step = watched, interrupted  # type: ignore[method-assign]
     try:
@@ -224,10 +224,10 @@ def test_a_file_pauses_the_run_its_state_saved(volume: Volume, world: World, mon
     world.stop_requested = False
     first = t.take_step
 
-    def pause_in_step_2(step: int, data: Any) -> Any:
+    def pause_in_step_2(step: int, data: Any, waited: float) -> Any:
         if step == 1:
             run.folder.pause.touch()
-        return first(step, data)
+        return first(step, data, waited)
 
     t.take_step = pause_in_step_2  # type: ignore[method-assign]
     assert train(t).code == 0
@@ -243,9 +243,9 @@ def test_a_stop_ends_a_pause(volume: Volume, world: World, monkeypatch: pytest.M
     taken: list[int] = []
     take = t.take_step
 
-    def counted(step: int, data: Any) -> Any:
+    def counted(step: int, data: Any, waited: float) -> Any:
         taken.append(step)
-        return take(step, data)
+        return take(step, data, waited)
 
     t.take_step = counted  # type: ignore[method-assign]
     monkeypatch.setattr("trainer.requests.time.sleep", lambda seconds: setattr(world, "stop_requested", True))
@@ -265,9 +265,9 @@ def test_states_by_the_clock_and_by_epochs(volume: Volume, world: World, monkeyp
     world.stop_requested = False
     take = t.take_step
 
-    def slowly(step: int, data: Any) -> Any:
+    def slowly(step: int, data: Any, waited: float) -> Any:
         t.requests.saved -= 25.0
-        return take(step, data)
+        return take(step, data, waited)
 
     t.take_step = slowly  # type: ignore[method-assign]
     train(t)
