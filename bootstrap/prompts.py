@@ -32,4 +32,6 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         told = f"{path} is no UTF-8 text (byte {error.start})"
         raise JobError([Problem(told, "Save it as UTF-8", key=KEY)]) from None
+    if "\0" in text:  # UTF-16 without its mark
+        raise JobError([Problem(f"{path} is no UTF-8 text (it holds zero bytes)", "Save it as UTF-8", key=KEY)])
     return parse_prompts(text, path.name)

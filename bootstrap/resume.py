@@ -64,7 +64,7 @@ def _go_back(folder: RunFolder, job: Job, step: int) -> list[str]:
     except StateError as error:
         remedy = "Name another step, or delete the line"
         raise JobError([Problem(f"cannot go back to {step}: {error}", remedy, key="resume_from")]) from error
-    samples = [path for path in folder.samples.glob("step-*.png") if _step_of(path) > step]
+    samples = [path for path in folder.samples.glob("step-*.png") if step_of(path) > step]
     figures = []
     for file in (folder.metrics, folder.validation):
         if file.exists():  # the run cuts its own off at the step it goes on from
@@ -75,7 +75,8 @@ def _go_back(folder: RunFolder, job: Job, step: int) -> list[str]:
     return [f"going back to step {step}: the states of steps {steps}, their samples and figures lie in {moved} now"]
 
 
-def _step_of(sample: Path) -> int:
+def step_of(sample: Path) -> int:
+    """Of a sample's file; 0 for what only looks like one."""
     number = sample.name.split("-")[1]
     return int(number) if number.isdecimal() else 0
 

@@ -101,13 +101,18 @@ def _looks(file: Path) -> tuple[int, int]:
 def missing(folder: RunFolder, job: Job, record: Record, finished: bool) -> list[Piece]:
     """What shall be on the hub and is not known to be: the finished file once the run is ``finished``, and states by
     step where the job asks for them."""
+    lacking = _lacking(folder, job, record, finished)
+    return [piece for path, file in lacking.items() if (piece := Piece.of(path, file))]
+
+
+def _lacking(folder: RunFolder, job: Job, record: Record, finished: bool) -> dict[str, Path]:
+    """By path in the repository: the files that are there, readable or not, and were not seen on the hub."""
     files: dict[str, Path] = {}
     if finished:
         files[f"{job.name}.safetensors"] = folder.output / f"{job.name}.safetensors"
     if job.output.states:
         files |= {state_path(job, step): file for step, file in _models(folder)}
-    lacking = {path: file for path, file in files.items() if file.exists() and not record.holds(path, file)}
-    return [piece for path, file in lacking.items() if (piece := Piece.of(path, file))]
+    return {path: file for path, file in files.items() if file.exists() and not record.holds(path, file)}
 
 
 def _models(folder: RunFolder) -> list[tuple[int, Path]]:
@@ -124,9 +129,11 @@ def state_path(job: Job, step: int) -> str:
 
 def all_uploaded(folder: RunFolder, job: Job) -> bool:
     """Whether the finished file as it is now, and what else the job asks for, was verified on the hub; false where the
-    job asks for no upload."""
+    job asks for no upload. A pod may be deleted on it: what cannot be read now counts as not uploaded."""
     output = folder.output / f"{job.name}.safetensors"
-    return job.output.hub is not None and output.exists() and not owes_upload(folder, job)
+    if job.output.hub is None or not output.exists():
+        return False
+    return not _lacking(folder, job, Record.read(folder, job.output.hub), finished=True)
 
 
 def owes_upload(folder: RunFolder, job: Job) -> bool:

@@ -92,19 +92,14 @@ def decode_in_tiles(vae: AutoencoderKL) -> None:
     vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def decode_in_tiles_when_short(vae: AutoencoderKL) -> None:
-    """Whole as long as that fits; the first time it does not, and from then on, in tiles."""
-    decode = vae.decode
-
-    def patiently(latents: torch.Tensor, *arguments: object, **named: object) -> object:
-        try:
-            return decode(latents, *arguments, **named)
-        except torch.OutOfMemoryError as error:
-            if vae.use_tiling or min(latents.shape[-2:]) * 8 <= TILE:
-                raise
-            log.warning("out of GPU memory while decoding a sample: it is decoded in tiles (%s)", error)
-        torch.cuda.empty_cache()
-        decode_in_tiles(vae)
-        return decode(latents, *arguments, **named)
-
-    vae.decode = patiently
+def decode_patiently(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+    """The pixels of latents: whole as long as that fits; the first time it does not, and from then on, in tiles."""
+    try:
+        return vae.decode(latents, return_dict=False)[0]
+    except torch.OutOfMemoryError as error:
+        if vae.use_tiling or min(latents.shape[-2:]) * 8 <= TILE:
+            raise
+        log.warning("out of GPU memory while decoding a sample: it is decoded in tiles (%s)", error)
+    torch.cuda.empty_cache()
+    decode_in_tiles(vae)
+    return vae.decode(latents, return_dict=False)[0]

@@ -15,7 +15,7 @@ from PIL.Image import Image
 
 from bootstrap.weights import Weights
 from jobs.prompts import Drawing
-from trainer.out_of_memory import decode_in_tiles, decode_in_tiles_when_short
+from trainer.out_of_memory import decode_in_tiles, decode_patiently
 
 
 class Pipeline:
@@ -23,7 +23,8 @@ class Pipeline:
 
     def __init__(self, weights: Weights, model: FluxTransformer2DModel, device: torch.device, *, tiled: bool):
         vae = AutoencoderKL.from_pretrained(weights.vae, torch_dtype=torch.bfloat16, disable_mmap=True)
-        (decode_in_tiles if tiled else decode_in_tiles_when_short)(vae)
+        if tiled:
+            decode_in_tiles(vae)
         self.device = device
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(weights.scheduler)
         self.stock = FluxPipeline(scheduler, vae.to(device), None, None, None, None, model)
@@ -57,5 +58,5 @@ class Pipeline:
         stock = self.stock
         latent = stock._unpack_latents(latent, drawing.height, drawing.width, stock.vae_scale_factor)
         latent = latent / stock.vae.config.scaling_factor + stock.vae.config.shift_factor
-        pixels = stock.vae.decode(latent, return_dict=False)[0]
+        pixels = decode_patiently(stock.vae, latent)
         return stock.image_processor.postprocess(pixels.nan_to_num(), output_type="pil")[0]

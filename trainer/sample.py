@@ -24,6 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch.distributed.fsdp import FSDPModule
 
 from bootstrap.cache import Cache
+from bootstrap.resume import step_of
 from bootstrap.run_file import RunFile
 from bootstrap.volume import write_json
 from bootstrap.wanted import text_key
@@ -58,7 +59,10 @@ class Drawn:
 class Sampler:
     """Draws the job's prompts; knows when. Its methods are entered by all processes."""
 
-    def __init__(self, run: RunFile, model: FluxTransformer2DModel, world: World, ema: Ema | None = None):
+    def __init__(
+        self, run: RunFile, model: FluxTransformer2DModel, world: World, ema: Ema | None = None, start: int = 0
+    ):
+        """``start``: updates done; pictures of later steps are of weights that are gone, and are taken away."""
         self.run, self.model, self.world = run, model, world
         self.sample = run.job.sample
         self.ema = ema if run.job.ema and run.job.ema.samples else None
@@ -67,6 +71,9 @@ class Sampler:
         if world.leads:
             with suppress(OSError):
                 run.folder.alarm.unlink(missing_ok=True)
+                for path in run.folder.samples.glob("step-*.png"):
+                    if step_of(path) > start:
+                        path.unlink(missing_ok=True)
 
     def due(self, step: int) -> bool:
         return bool(self.sample.prompts) and (step % self.sample.every == 0 or step == self.run.plan.steps)
@@ -74,8 +81,9 @@ class Sampler:
     def path(self, step: int, number: int) -> Path:
         return self.run.folder.samples / f"step-{step:06d}-{number:02d}.png"
 
-    def draw(self, step: int) -> None:
-        """Draws every prompt that has no picture of this step yet. A failure is a warning, on all processes alike."""
+    def draw(self, step: int) -> bool:
+        """Draws every prompt that has no picture of this step yet; whether there was one. A failure is a warning, on
+        all processes alike."""
         self.world.place.enter(Phase.SAMPLING)
         drawings = self.prompts.now()
         missing = [
@@ -83,16 +91,17 @@ class Sampler:
         ]
         missing = self.world.from_lead(missing)
         if not missing:
-            return
+            return False
         guidance = "no" if not self.run.weights.shape.guidance else f"{missing[0][1].guidance:g}"
         log.info("drawing %d samples of step %d, with guidance %s", len(missing), step, guidance)
         with self.ema.shown() if self.ema else nullcontext(), evaluating(self.model), without_assistant(self.model):
             every = self._draw(step, missing)
         if not self.world.leads:
-            return
+            return True
         for rank, told in sorted({(rank, drawn.error) for rank, drawn in every if drawn.error}):
             log.warning("samples of step %d are not complete: process %d: %s. Training goes on.", step, rank, told)
         self._alarm(step, {drawn.number: drawn.fault for _, drawn in every if drawn.number is not None}, len(missing))
+        return True
 
     def _alarm(self, step: int, faults: Mapping[int, Fault], count: int) -> None:
         """Says where everyone looks that samples show a broken model; takes it back when they no longer do."""

@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 def train(t: Training) -> Outcome:
     """From the state the run goes on from, or from the start, to the last step or to a signal."""
-    if t.start == 0 and t.sampler.due(0):
-        t.draw(0)
+    if t.sampler.due(t.start):  # also what a stop or a kill came before
+        t.draw(t.start)
     if t.start == 0:
         t.validate(0)
     if t.rest(t.start):
@@ -158,7 +158,7 @@ class Training:
             load_optimizer(state, optimizer)
             load_average(state, tensors, ema)
         schedule = make_schedule(job, plan.steps)
-        sampler, validator = Sampler(run, model, world, ema), Validator(run, model, world, data, start)
+        sampler, validator = Sampler(run, model, world, ema, start), Validator(run, model, world, data, start)
         requests, saver = Requests(run, world), Saver(run, world)
         time_left = TimeLeft(run, map(data.pixels, range(plan.steps)), validator.images_of_a_process, saver.guess())
         metrics = Metrics(run.folder, start, world, job.non_finite_steps, time_left)
@@ -220,9 +220,10 @@ class Training:
 
     def draw(self, step: int) -> None:
         """Samples of the model after ``step`` updates."""
-        self.sampler.draw(step)
-        self.metrics.pictures(step)
-        self.metrics.restart_clock("samples")
+        drawn = self.sampler.draw(step)
+        if drawn:
+            self.metrics.pictures(step)
+        self.metrics.restart_clock("samples" if drawn else None)
 
     def validate(self, step: int, saving: bool = False) -> None:
         """Tries the model on pictures it is not shown, where it is time to. ``saving``: a state is saved next."""

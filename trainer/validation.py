@@ -149,8 +149,14 @@ class Validator:
         self, step: int, loss: float, by_level: tuple[float | None, ...], seconds: float, metrics: Metrics
     ) -> None:
         """A line in the file, the log and TensorBoard."""
-        before = [each for each in read_rounds(self.path) if each.pictures == self.pictures]
-        train, images = metrics.means_since(before[-1].step if before else 0)
+        before: list[Round] = []
+        train: tuple[float | None, ...] = (None,) * BANDS
+        images = (0.0,) * BANDS
+        try:
+            before = [each for each in read_rounds(self.path) if each.pictures == self.pictures]
+            train, images = metrics.means_since(before[-1].step if before else 0)
+        except OSError as error:
+            log.warning("the figures of the steps before step %d cannot be read: %s. Training goes on.", step, error)
         found = Round(step, _or_none(loss), by_level, train, images, self.pictures, round(seconds, 3))
         try:
             with self.path.open("a", encoding="utf-8") as file:

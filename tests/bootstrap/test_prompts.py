@@ -27,6 +27,7 @@ def test_the_job_has_the_prompts_of_its_file(tmp_path: Path) -> None:
     [
         (None, "prompts.txt cannot be read: No such file"),
         (b"a cat\n\xff\xfe", "is no UTF-8 text"),
+        ("a cat".encode("utf-16-le"), "is no UTF-8 text .it holds zero bytes"),
         (b"a cat --seed x\na dog --sid 3", "prompts.txt:1: .*\nprompts.txt:2: "),
         (b"x" * 1_000_001, "too large for prompts"),
     ],

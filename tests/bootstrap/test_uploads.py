@@ -52,6 +52,7 @@ def test_what_a_hand_or_a_kill_left_is_no_upload(tmp_path: Path) -> None:
     assert missing(folder, job, Record("me/flowers"), finished=True) == []
     (folder.output / "flowers.safetensors").write_text("no weights")
     assert missing(folder, job, Record("me/flowers"), finished=True) == []
+    assert not all_uploaded(folder, job)  # which would let the pod be deleted
 
 
 def test_without_a_repository_nothing_is_owed(tmp_path: Path) -> None:

@@ -235,3 +235,12 @@ def test_a_plan_without_wishes_changes_nothing(flux_tiny: Path, world: World) ->
     prepare(model, PLAN, world)
     assert (type(model), [type(block) for block in model.transformer_blocks]) == before
     assert not model.is_gradient_checkpointing
+
+
+def test_blocks_are_compiled_for_more_kinds_of_passes_than_torch_allows(flux_tiny: Path, world: World) -> None:
+    """With eight, a run of two sizes with samples and validation ended at the first pass of one image: it takes 16 of
+    each kind of block with T5's mask."""
+    model = build(flux_tiny, world)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        prepare(model, replace(PLAN, compile=True), world)
+        assert torch._dynamo.config.recompile_limit >= 32

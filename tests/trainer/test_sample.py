@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -24,8 +27,10 @@ from tests.runs import make_job, make_run, make_weights, make_world
 from tests.training import fill_volume, prepared, shared_folder, train
 from trainer import sample as samples
 from trainer.model import bare_model, fill, sources
+from trainer.pipeline import Pipeline
 from trainer.prompts import Prompts
 from trainer.sample import Sampler, notes_of, turns_of
+from trainer.train import train as train_on
 
 SMALL = {"width": 64, "height": 64, "steps": 2}
 CPU = torch.device("cpu")
@@ -99,6 +104,39 @@ def test_a_picture_tells_how_it_was_drawn_and_is_drawn_once(
     drawing.prompts.drawings = (replace(drawing.prompts.drawings[0], seed=8),)  # of an edited job
     drawing.draw(4)
     assert path.stat().st_mtime_ns > first
+
+
+def test_pictures_of_steps_that_are_done_again_are_drawn_again(
+    tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup
+) -> None:
+    """The weights that they are of are gone, and a job may have been edited."""
+    drawing, model = sampler(tmp_path, flux_tiny, control, ["a cat"])
+    paths = [drawing.path(step, 0) for step in (0, 4, 8)]
+    assert [drawing.draw(step) for step in (0, 4, 8, 8)] == [True, True, True, False]
+    Sampler(drawing.run, model, drawing.world, start=4)
+    assert [path.exists() for path in paths] == [True, True, False]
+
+
+def test_a_start_draws_what_a_stop_came_before() -> None:
+    drawn: list[int] = []
+    due = SimpleNamespace(due=lambda step: step % 4 == 0)
+    ends = {"rest": lambda step: True, "stopped": lambda step: step}
+    for start in (4, 5):
+        train_on(cast(Any, SimpleNamespace(start=start, sampler=due, draw=drawn.append, **ends)))
+    assert drawn == [4]
+
+
+def test_a_round_leaves_nothing_in_memory(tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup) -> None:
+    """Not even until Python next looks for cycles: that may be rounds later, and each would hold a VAE on the GPU."""
+    drawing, model = sampler(tmp_path, flux_tiny, control, ["a cat"])
+    gc.disable()
+    try:
+        pipeline = Pipeline(drawing.run.weights, model, CPU, tiled=False)
+        vae = ref(pipeline.stock.vae)
+        del pipeline
+        assert vae() is None
+    finally:
+        gc.enable()
 
 
 def test_turns_put_together_what_takes_equally_long() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from bootstrap.validation import BANDS, Round, read_rounds
 from bootstrap.volume import Volume
 from entrypoint.drawn import draw_dataset
 from tests.training import Trained, fill_volume, prepared, shared_folder, train, trained
-from trainer.validation import View, turns
+from trainer.validation import Validator, View, turns
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -149,3 +150,14 @@ def test_every_view_is_taken_and_all_processes_make_as_many_passes(
         for turn in each:
             assert 1 <= len(turn.views) <= size
             assert len({v.item.bucket for v in turn.views}) == 1
+
+
+def test_a_volume_that_fails_costs_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    validator: Any = object.__new__(Validator)
+    validator.path, validator.pictures = tmp_path, "some"  # a folder: it can neither be read nor written
+    scalars: dict[str, float] = {}
+    board = SimpleNamespace(add_scalar=lambda name, number, step: scalars.update({name: number}))
+    validator._write(3, 0.5, (None,) * BANDS, 0.1, SimpleNamespace(board=board))
+    assert "cannot be read" in caplog.text
+    assert "was not written down" in caplog.text
+    assert scalars == {"validation/loss": 0.5}
