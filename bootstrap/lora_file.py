@@ -112,7 +112,8 @@ class LowRank:
         if self.magnitude is None:
             return torch.addmm(weight, self.up.float(), self.down.float(), alpha=self.scale * strength)
         whole = weight + self.product()
-        whole *= (self.magnitude.float() / whole.norm(dim=1))[:, None]
+        # A row of zeros has no direction, and stays.
+        whole *= (self.magnitude.float() / whole.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny))[:, None]
         return torch.lerp(weight, whole, strength) if strength != 1 else whole
 
 
@@ -451,14 +452,12 @@ def check_alike(found: Mapping[str, LowRank], lora: Lora, sizes: Mapping[str, tu
         problems.append(
             f"its rank is {found[one].rank}, not {wanted[one].rank}, in {some(other)}: write that in the job"
         )
-    if any((found[name].magnitude is None) == lora.dora for name in both):
-        problems.append("it is no DoRA: write dora: false" if lora.dora else "it is a DoRA: write dora: true")
+    if unlike := [name for name in both if (found[name].magnitude is not None) != lora.dora]:
+        kind = "no DoRA: write dora: false" if lora.dora else "a DoRA: write dora: true"
+        problems.append(f"it is {kind}" + (f" (in {some(unlike)} alone)" if len(unlike) < len(both) else ""))
     if sized := [name for name in both if found[name].size != sizes[name]]:
         one = sized[0]
         problems.append(f"it was made for another FLUX: {one} has {found[one].size}, and the base {sizes[one]}")
-    if other := [name for name in both if (found[name].magnitude is not None) != lora.dora]:
-        kind = "no DoRA, and the job has dora: true" if lora.dora else "a DoRA, and the job has no dora: true"
-        problems.append(f"it is {kind}, in {some(other)}")
     if problems:
         raise LoraFileError(f"{what} is another adapter than the job's: {'; '.join(problems)}")
 

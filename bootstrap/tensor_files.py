@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,10 +176,11 @@ class _Block:
             place += target.nbytes
 
 
-def load_rows(path: Path, wanted: Iterable[Rows]) -> None:
+def load_rows(path: Path, wanted: Iterable[Rows], got_further: Callable[[], None] = lambda: None) -> None:
     """Fills every target from the file, about in the order of its bytes: others read ahead while this thread copies.
 
     Beside the targets it takes at most BUFFERS x READ bytes of host memory, and nothing is read that is not wanted.
+    ``got_further`` is called after each block.
     """
     blocks = _blocks(read_header(path).tensors, wanted)
     on_gpu = any(target.is_cuda for block in blocks for target, _ in block.parts)
@@ -192,8 +193,10 @@ def load_rows(path: Path, wanted: Iterable[Rows]) -> None:
             reading.append((block, buffer, pool.submit(block.read, file.fileno(), buffer)))
             if len(reading) == BUFFERS:
                 _copy_next(reading)
+                got_further()
         while reading:
             _copy_next(reading)
+            got_further()
 
 
 def _blocks(entries: Mapping[str, TensorEntry], wanted: Iterable[Rows]) -> list[_Block]:

@@ -30,7 +30,7 @@ class Phase(Enum):
     """What a process is at, and how many seconds it may be there without getting further.
 
     The limits are for slow hosts and volumes: a volume of 30 MB/s takes 13 min for FLUX's transformer, a compile of all
-    blocks about 5 min. They are counted from the last pass, drawn step, written piece or encoded picture.
+    blocks about 5 min. They are counted from the last pass, drawn step, piece read or written, or encoded picture.
     """
 
     STARTING = "starting", 10 * _MINUTE

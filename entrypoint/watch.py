@@ -72,10 +72,10 @@ class Watch:
         """Raises Fallen where the launch cannot go on."""
         now = self.clock()
         passed, self.last = min(now - self.last, MOST_BETWEEN_LOOKS), now
-        idle = self._idle()
+        idle, trained = self._idle(), self._training()
         for watched, seen in zip(self.processes, self.whereabouts.read(), strict=True):
             watched.look(seen, passed)
-        if self._idle() < idle and all(each.seen.phase == Phase.TRAINING for each in self.processes):
+        if self._idle() < idle and trained and self._training():  # not what compiling or a save took before
             self.longest = max(self.longest, idle)
         self.over = 0.0 if any(each.running for each in self.processes) else self.over + passed
         if self.over > UNENDING:
@@ -89,6 +89,9 @@ class Watch:
         """Who ended without a word, and what that usually means; "" where nobody did."""
         seen = self.whereabouts.read()
         return "; ".join(f"{self._name(each)} is gone without a word: {GONE}" for each in seen if each.gone)
+
+    def _training(self) -> bool:
+        return all(each.seen.phase == Phase.TRAINING for each in self.processes)
 
     def _idle(self) -> float:
         return min((each.idle for each in self.processes if each.running), default=0.0)

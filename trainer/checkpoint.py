@@ -357,12 +357,19 @@ def _must_be_whole(folder: Path) -> None:
 # ---------------------------------------------------------------- going on from one
 
 
-def load_optimizer(state: State, optimizer: Optimizer) -> None:
-    """This process's rows of a state's optimizer. Raises OptimizerStateError where it is another optimizer's."""
+def load_optimizer(state: State, optimizer: Optimizer, got_further: Callable[[], None] = lambda: None) -> None:
+    """This process's rows of a state's optimizer. Raises OptimizerStateError where it is another optimizer's.
+
+    ``got_further`` is called for each run of rows: 90 GB from a slow volume take more than half an hour.
+    """
     with open_tensors(state.optimizer) as reader:
         entries = reader.header.tensors.items()
         shapes = {name: entry.shape for name, entry in entries if not name.startswith((KEPT, EMA_PREFIX))}
-        read: Callable[[str, int, int | None], torch.Tensor] = reader.read
+
+        def read(name: str, start: int, stop: int | None) -> torch.Tensor:
+            got_further()
+            return reader.read(name, start, stop)
+
         optimizer.load(SavedOptimizer(shapes, read, state.manifest.optimizer_scalars))
 
 

@@ -215,6 +215,7 @@ def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World |
         for name, layer in model.named_modules()
         if isinstance(layer, QuantisedLinear)
     }
+    told = world.place.move if world else lambda: None  # a slow volume may take long, as long as something comes
     # Memory that nothing fills holds anything.
     assert {source.parameter for source in places} == parameters.keys() | quantised.keys()
     by_file: dict[Path, list[Source]] = defaultdict(list)
@@ -222,12 +223,12 @@ def fill(model: FluxTransformer2DModel, places: Sequence[Source], world: World |
         by_file[source.path].append(source)
     for path, wanted in by_file.items():
         held = (_held_rows(parameters[s.parameter], s, world) for s in wanted if s.parameter in parameters)
-        load_rows(path, [rows for rows in held if rows])
+        load_rows(path, [rows for rows in held if rows], told)
         entries = read_header(path).tensors
         for source in sorted(wanted, key=lambda s: (entries[s.file_name].offset, s.file_first)):
             if layer := quantised.get(source.parameter):
                 weight = torch.empty((source.count, layer.in_features), dtype=torch.bfloat16, device=layer.codes.device)
-                load_rows(path, [Rows(weight, source.file_name, source.file_first)])
+                load_rows(path, [Rows(weight, source.file_name, source.file_first)], told)
                 layer.take(weight, source.first)
 
 

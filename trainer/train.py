@@ -155,7 +155,7 @@ class Training:
         start = state.step if state else 0
         ema = Ema(job.ema, job.seed, model, tensors, start, host=plan.ema_on_host) if job.ema else None
         if state:
-            load_optimizer(state, optimizer)
+            load_optimizer(state, optimizer, world.place.move)
             load_average(state, tensors, ema)
         schedule = make_schedule(job, plan.steps)
         sampler, validator = Sampler(run, model, world, ema, start), Validator(run, model, world, data, start)

@@ -61,6 +61,8 @@ def _joined(parts: list[tuple[str, Rows]], read: Read) -> torch.Tensor:
     if len(ordered) == 1:
         return read(ordered[0][0])
     whole = {name: read(name) for name, _ in ordered}
+    if len({tensor.dtype for tensor in whole.values()}) > 1:  # some of them changed; torch promotes no 8 bits
+        whole = {name: tensor.float() for name, tensor in whole.items()}
     return torch.cat([whole[name][rows.first : rows.first + rows.count] for name, rows in ordered])
 
 

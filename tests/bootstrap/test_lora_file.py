@@ -130,6 +130,11 @@ def test_layers_that_add_nothing_yet_are_cut_all_the_same() -> None:
 # ---------------------------------------------------------------- DoRA
 
 
+def test_a_row_of_zeros_stays_one_in_a_dora() -> None:
+    each = LowRank(torch.ones(1, 3), torch.tensor([[0.0], [1.0]]), 1.0, torch.tensor([0.0, 2.0]))
+    assert each.applied_to(torch.zeros(2, 3))[0].tolist() == [0, 0, 0]
+
+
 def dora_weights(adapter: Adapter) -> dict[str, torch.Tensor]:
     """Each layer's whole weight by the paper: m (W + s B A) / |W + s B A|, for some W."""
     generator = torch.Generator().manual_seed(3)

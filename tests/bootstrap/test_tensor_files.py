@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from bootstrap import tensor_files
 from bootstrap.tensor_files import (
     DTYPES,
+    Rows,
     TensorFileError,
     bytes_of,
+    load_rows,
     make_header,
     open_tensors,
     read_header,
@@ -110,6 +112,15 @@ def test_large_tensors_come_in_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         assert read == data
         with pytest.raises(OSError, match="ends at byte 53, 3 bytes too early"):
             read_into(file.fileno(), memoryview(read), 6)
+
+
+def test_who_loads_is_told_of_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "READ", 16)
+    write_tensors(tmp_path / "x", {"x": torch.arange(24.0)})
+    target, told = torch.zeros(24), []
+    load_rows(tmp_path / "x", [Rows(target, "x")], lambda: told.append(target.count_nonzero().item()))
+    assert torch.equal(target, torch.arange(24.0))
+    assert len(told) == 6
 
 
 def test_a_read_tensor_has_memory_of_its_own(rows: Path) -> None:

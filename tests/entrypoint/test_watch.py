@@ -70,6 +70,15 @@ def test_each_phase_has_its_patience(phase: Phase) -> None:
     assert told == f"nothing got further for {phase.limit:.0f} s: process 0 {named}; process 1 {named}"
 
 
+def test_a_long_compile_makes_nobody_patient_in_training() -> None:
+    launch = Launch()
+    launch.all_say(phase=Phase.COMPILING, step=0)
+    launch.passes(600)
+    launch.all_say(phase=Phase.TRAINING, step=1)
+    launch.passes(Phase.TRAINING.limit)
+    assert "nothing got further for 300 s" in fallen(launch, 3)
+
+
 def test_the_most_patient_phase_counts() -> None:
     """One has begun to save; the other is still on its way there."""
     launch = Launch()

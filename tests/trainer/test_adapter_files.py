@@ -177,7 +177,7 @@ def test_a_dora_is_no_lora_to_start_from(dora: bool, tmp_path: Path) -> None:
     lora = Lora(rank=4, targets="all-linear", dora=not dora)
     file = lora_file(tmp_path, trained(lora)[1], lora)
     other = Lora(rank=4, targets="all-linear", dora=dora)
-    with pytest.raises(LoraFileError, match=r"it is (no|a) DoRA, and the job has (no )?dora: true"):
+    with pytest.raises(LoraFileError, match=r"it is (no|a) DoRA: write dora: (true|false)$"):
         load_adapter(file, trained(other)[1], other)
 
 
@@ -268,6 +268,27 @@ def test_a_file_that_is_off_is_told(layout: Layout, what: str, tmp_path: Path) -
         saved[f"strange.{up}"] = saved.pop(up)
     write_tensors(file, saved)
     with pytest.raises(OSError, match=r"does not hold what was trained|cannot be read back"):
+        expected.check(file)
+
+
+def test_what_a_dora_has_learned_is_compared_by_its_own_size(tmp_path: Path) -> None:
+    """In the first steps the product is a millionth of the lengths, and must be right all the same."""
+    lora = Lora(rank=4, targets="all-linear", dora=True)
+    _, tensors = trained(lora)
+    for tensor in tensors:
+        if "lora_B" in tensor.name:
+            tensor.weight.mul_(1e-7)
+    expected = Expected.of(tensors, lora)
+    file = lora_file(tmp_path, tensors, lora)
+    expected.check(file)
+    saved = read_tensors(file)
+    up = next(name for name in saved if name.endswith("lora_up.weight"))
+    write_tensors(file, saved | {up: -saved[up]})
+    with pytest.raises(OSError, match="is off by"):
+        expected.check(file)
+    lengths = next(name for name in saved if name.endswith("dora_scale"))
+    write_tensors(file, {name: tensor for name, tensor in saved.items() if name != lengths})
+    with pytest.raises(OSError, match="has other lengths"):
         expected.check(file)
 
 

@@ -106,6 +106,19 @@ def test_a_merged_file_is_the_bases_tensors_and_no_others(flux_tiny: Path, tmp_p
     assert {e.dtype for e in found.values()} == {torch.float8_e4m3fn, torch.bfloat16}  # biases and norms stay
 
 
+def test_some_of_a_fused_matrix_go_into_a_base_of_8_bits(flux_tiny: Path, tmp_path: Path) -> None:
+    base, out = tmp_path / "base.safetensors", tmp_path / "out.safetensors"
+    export_file(flux_tiny / SINGLE_FILE, base, "bfl", "fp8", saturate=False)
+    adapter = small(targets=("*.attn.to_q",))
+    merge(base, [(write_lora(tmp_path / "a.safetensors", adapter), 1.0)], out, "bfl", None)
+    before, after = weights(base), weights(out)
+    for name, weight in before.items():
+        assert after[name].dtype == weight.dtype
+        each = adapter.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        expected = weight if each is None else (weight.float() + each.product()).to(weight.dtype)
+        assert torch.equal(after[name].float(), expected.float()), name
+
+
 # ---------------------------------------------------------------- what does not fit
 
 
