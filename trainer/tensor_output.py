@@ -3,6 +3,7 @@ of choice, whole or not at all."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -102,10 +103,12 @@ def write(
 
 
 def _kept_as(source: Source, dtype: torch.dtype | None) -> torch.dtype:
-    """8 bits are for matrices alone: norms and biases are few, and their error would count."""
-    if dtype is None or not source.dtype.is_floating_point:
+    """8 bits are for matrices alone: norms, biases and a DoRA's lengths (in one column) are few, and their error would
+    count. A LoRA's alpha, the only scalar, keeps all its bits: it multiplies a whole layer."""
+    if dtype is None or not source.dtype.is_floating_point or not source.shape:
         return source.dtype
-    return source.dtype if dtype == torch.float8_e4m3fn and len(source.shape) < 2 else dtype
+    column = math.prod(source.shape) == max(source.shape)
+    return source.dtype if dtype == torch.float8_e4m3fn and column else dtype
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

@@ -12,16 +12,18 @@ import torch.distributed as dist
 
 from bootstrap.bases import FLUX_TINY
 from bootstrap.flux_tiny import SINGLE_FILE
+from bootstrap.lora_file import tensors_of
 from bootstrap.run_file import RunFile
 from bootstrap.state import State
-from bootstrap.tensor_files import read_header, read_tensors
+from bootstrap.tensor_files import read_header, read_tensors, write_tensors
+from tests.loras import make_adapter
 from tests.runs import make_job, make_run, make_weights, make_world
 from trainer.checkpoint import Saver
-from trainer.export import export, main
+from trainer.export import export, export_file, main
 from trainer.make_optimizer import make_optimizer
 from trainer.metadata import metadata
 from trainer.model import build_model, fill, sources
-from trainer.tensor_output import ExportError, cast
+from trainer.tensor_output import DTYPES, ExportError, cast
 from trainer.trained import Trained, trained_tensors
 
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 2, "targets": ["*_blocks.0.attn.*"]}}
@@ -104,6 +106,18 @@ def test_an_adapter_for_diffusers_is_the_same_product(saved: Callable[..., Saved
         ours = name.removeprefix("transformer.").replace(".weight", ".default.weight")
         product = by_name[ours.replace("lora_A", "lora_B")] @ by_name[ours] * run.job.lora.alpha / run.job.lora.rank
         assert torch.allclose(weights[name.replace("lora_A", "lora_B")] @ down, product, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_few_bits_leave_a_dora_its_strength_and_8_its_lengths(dtype: str, tmp_path: Path) -> None:
+    """0.07 * 4 is no number of bf16, and a length in 8 bits would be off by 6 %."""
+    file = tmp_path / "a.safetensors"
+    write_tensors(file, tensors_of(make_adapter(scale=lambda _: 0.07, dora=True), "kohya"))
+    before, after = read_tensors(file), read_tensors(export_file(file, None, "kohya", dtype, saturate=False))
+    for name, tensor in after.items():
+        exact = name.endswith(".alpha") or (name.endswith(".dora_scale") and dtype == "fp8")
+        assert tensor.dtype == (torch.float32 if exact else DTYPES[dtype]), name
+        assert torch.equal(tensor, before[name].to(tensor.dtype)), name
 
 
 def test_the_command_tells_problems_in_words(
