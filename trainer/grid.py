@@ -21,8 +21,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from bootstrap import estimate
+from bootstrap.base_files import compare, layout_of, read_entries, without_prefix
 from bootstrap.cache import Cache
 from bootstrap.estimate import TILE, in_gib
+from bootstrap.flux_shape import FluxShape
+from bootstrap.layout import bfl_tensors
 from bootstrap.lora_file import LoraFileError
 from bootstrap.outcome import DONE, JOB_WRONG, POD_WRONG
 from bootstrap.pod import read_free_memory
@@ -44,6 +47,7 @@ from trainer.model import Source, bare_model, fill, give_memory, sources
 from trainer.pipeline import Pipeline
 from trainer.sheet import Row, draw_grid
 from trainer.trained import trained_tensors
+from trainer.whole_model import TYPES
 
 OVERHEAD = 2 << 30  # bytes beside the weights: activations of one picture, the VAE's weights, kernels
 
@@ -146,7 +150,7 @@ class Models:
         weights = column.run.weights
         if column.file is not None and column.whole:
             wanted: object = column.file
-            places = sources(weights.shape, [column.file], "bfl")
+            places = _places_in(column.file, weights.shape)
         else:
             wanted = weights.transformer
             places = sources(weights.shape, weights.transformer, weights.layout, weights.prefix)
@@ -189,6 +193,15 @@ class Models:
         need = in_gib(base_bytes(shape, MOST_FAITHFUL[-1] if self.device.type == "cuda" else "bf16") + beside)
         where = "this GPU has" if self.device.type == "cuda" else "this machine has"
         raise GridError(f"drawing takes {need} of memory, and {where} {in_gib(free)} free: is a run using it?")
+
+
+def _places_in(file: Path, shape: FluxShape) -> list[Source]:
+    """Where the rows of a whole model lie in a file of either layout. Raises JobError where it holds another one, or
+    none."""
+    prefix, entries = without_prefix(read_entries([file]))
+    layout = layout_of(entries)
+    compare(file, entries, bfl_tensors(shape) if layout == "bfl" else shape.tensors(), key="", types=TYPES)
+    return sources(shape, [file], layout, prefix)
 
 
 def in_order(columns: Sequence[Column]) -> list[Column]:

@@ -23,7 +23,7 @@ ModelLayout = Literal["bfl", "diffusers"]
 MODEL_LAYOUTS: tuple[ModelLayout, ...] = ("bfl", "diffusers")
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 # 8 bits are enough to merge into and to compare with, if they are all that there is.
-_TYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+TYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 Read = Callable[[str], torch.Tensor]  # a tensor by diffusers' name
 
@@ -76,7 +76,7 @@ def open_model(path: Path) -> Iterator[WholeModel]:
     prefix, plain = without_prefix(read_entries(files))
     layout, shape = layout_of(plain), shape_of_file(path, plain)
     expected = bfl_tensors(shape) if layout == "bfl" else shape.tensors()
-    compare(path, plain, expected, key="", types=_TYPES)
+    compare(path, plain, expected, key="", types=TYPES)
     with ExitStack() as stack:
         readers: dict[str, TensorReader] = {}
         metadata: dict[str, str] = {}

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from safetensors.torch import save_file
 
 from bootstrap.bases import FLUX_TINY
 from bootstrap.flux_tiny import SINGLE_FILE
 from bootstrap.run_file import RunFile
 from bootstrap.state import State
+from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume
 from bootstrap.wanted import Text, text_key
 from entrypoint import grid as command
@@ -118,6 +120,22 @@ def test_columns_of_several_runs_keep_their_order(
         tops = [y for y in range(sheet.shape[0] - 64) if np.array_equal(sheet[y : y + 64, left : left + 64], wanted)]
         assert len(tops) == 1, name
     assert in_order(with_base([column_of(made["full"][1].path)]))[0].label == "base, flux-tiny"
+
+
+def test_a_file_beside_the_output_is_of_either_layout_or_told(
+    tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = make_state(tmp_path, flux_tiny, control, "one")
+    lora, _ = make_state(tmp_path, flux_tiny, control, "lora", method="lora", lora={"rank": 4})
+    shards = [read_tensors(file) for file in make_weights(flux_tiny).transformer]
+    other, wrong = (run.folder.output / f"{name}.safetensors" for name in ("other", "wrong"))
+    save_file({name: tensor for shard in shards for name, tensor in shard.items()}, other)
+    wrong.write_bytes((lora.folder.output / "lora.safetensors").read_bytes())
+    columns = with_base([column_of(other)])
+    for base, of_file in draw_all(columns, drawings_of([], [], columns), CPU):
+        assert np.array_equal(base, of_file)
+    assert grid.main([str(wrong), "--cpu"]) == 64
+    assert f"{wrong} lacks" in capsys.readouterr().err
 
 
 def test_prompts_and_seeds(tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup) -> None:
