@@ -354,8 +354,10 @@ def _cut(bfl_name: str, fused: LowRank, ranks: Mapping[str, int] | None) -> Adap
     rows = _part_rows(bfl_name, fused.up.shape[0])
     parts: Adapter = {}
     for module, own, columns in zip(modules, rows, _columns(fused.up, rows, modules, ranks), strict=True):
+        magnitude = None if fused.magnitude is None else fused.magnitude[own]
+        if magnitude is not None and not len(columns):
+            columns = torch.arange(1)  # of zeros: its lengths count all the same
         if len(columns):
-            magnitude = None if fused.magnitude is None else fused.magnitude[own]
             up = fused.up[own][:, columns].contiguous()
             parts[module] = LowRank(fused.down[columns].contiguous(), up, fused.scale, magnitude)
     return parts

@@ -130,6 +130,18 @@ def test_layers_that_add_nothing_yet_are_cut_all_the_same() -> None:
 # ---------------------------------------------------------------- DoRA
 
 
+def test_a_part_that_is_not_turned_keeps_its_lengths() -> None:
+    """Alpha 0 for k alone: nothing of its up matrix is in kohya's file, but its lengths are."""
+    ranks = {"to_q": 2, "to_k": 3, "to_v": 4}
+    of = make_adapter(rank=lambda name: ranks.get(name.rpartition(".")[2], 2), dora=True)
+    key = "transformer_blocks.0.attn.to_k"
+    of[key] = LowRank(of[key].down, of[key].up, 0.0, of[key].magnitude)
+    again = adapter_of(tensors_of(of, "kohya"))
+    assert again.keys() == of.keys()
+    assert not again[key].product().any()
+    assert all(torch.equal(again[name].magnitude, each.magnitude) for name, each in of.items())  # type: ignore[arg-type]
+
+
 def test_a_row_of_zeros_stays_one_in_a_dora() -> None:
     each = LowRank(torch.ones(1, 3), torch.tensor([[0.0], [1.0]]), 1.0, torch.tensor([0.0, 2.0]))
     assert each.applied_to(torch.zeros(2, 3))[0].tolist() == [0, 0, 0]
