@@ -35,13 +35,16 @@ endef
 export MAKE_ENVIRONMENT
 export PYTHON
 
-.PHONY: help demo test check format test-image push bench bench-gpus bench-volume trials reference template pod clean
+.PHONY: help demo score test check format test-image push bench bench-gpus bench-volume trials reference template pod clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## train the embedded default on CPU with two processes, from drawn pictures to a finished file
-	@$(RUN) entrypoint.demo --volume demo/volume
+demo: $(STAMP) ## teach flux-tiny a thing it has never seen, full and LoRA, on CPU with two processes
+	@$(RUN) tiny.demo --volume demo/volume
+
+score: $(STAMP) ## the judge's table: what flux-tiny draws of 200 prompts, on CPU
+	@$(RUN) tiny.score
 
 test: $(STAMP) ## run the tests (no GPU, no account; under 10 minutes on two cores)
 	@$(RUN) pytest -n logical --maxprocesses 8 tests --ignore tests/image --ignore tests/gpu --ignore tests/browser

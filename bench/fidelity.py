@@ -41,11 +41,11 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
+from bench.random_weights import make_transformer
 from bootstrap.bases import FLUX_TINY
 from bootstrap.cache import ShardWriter
 from bootstrap.dataset import Item
 from bootstrap.flux_shape import FluxShape
-from bootstrap.flux_tiny import make_transformer
 from bootstrap.plan import DataSummary, make_plan
 from bootstrap.pod import read_pod
 from bootstrap.run_file import RunFile

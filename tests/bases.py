@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bootstrap.bases import HUB
-from bootstrap.flux_tiny import make_clip, make_flux_tiny, make_t5, make_vae
+from bootstrap.flux_tiny import make_flux_tiny, new_clip, new_t5, new_vae
 from bootstrap.tensor_files import make_header
 
 
@@ -52,6 +52,6 @@ def lay_out_flux_dev(folder: Path, flux_tiny: Path) -> None:
     with (folder / "transformer" / "diffusion_pytorch_model.safetensors").open("wb") as file:
         file.write(start)
         file.truncate(header.size)
-    make_vae().save_pretrained(folder / "vae")
-    make_clip(1000, 999, shape.pooled_size).save_pretrained(folder / "text_encoder")
-    make_t5(200, shape.text_size).save_pretrained(folder / "text_encoder_2")
+    new_vae().bfloat16().save_pretrained(folder / "vae")
+    new_clip(1000, 999, shape.pooled_size).bfloat16().save_pretrained(folder / "text_encoder")
+    new_t5(200, shape.text_size).bfloat16().save_pretrained(folder / "text_encoder_2")

@@ -200,7 +200,7 @@ def stock_picture(base: Path, prompt: str, prepare: Callable[[Any], None]) -> np
     generator = torch.Generator("cpu").manual_seed(42)
     image = pipeline(
         prompt, width=64, height=64, num_inference_steps=2, guidance_scale=3.5, generator=generator,
-        max_sequence_length=64,
+        max_sequence_length=32,
     ).images[0]  # fmt: skip
     return np.asarray(image, dtype=int)
 

@@ -1,0 +1,170 @@
+"""flux-tiny is taught a shape and a look that it has never seen: ``python -m tiny.demo [--volume demo/volume]``.
+
+Two jobs as a user writes them, a full fine-tune and a LoRA, on 24 drawn pictures; each goes the product's own way, from
+job file to finished file. The judge reads the samples of every state, and one picture shows them all. A second start
+goes on where the first ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bootstrap.outcome import DONE
+from bootstrap.volume import RunFolder, Volume, write_atomically
+from tiny.judge import load_judge
+from tiny.scenes import KNOWN, UNSEEN, Scenes, caption, draw, random_scenes, standard_luck
+from tiny.score import known_prompts, new_prompts, score_samples, table
+
+PICTURES = 24
+JOBS = ("demo-full", "demo-lora")
+JOB = """\
+# Teaches flux-tiny the dotted heart, which it has never seen. Neither a GPU nor an account is needed.
+name: {name}
+base: flux-tiny
+method: {method}
+datasets:
+  - path: datasets/hearts
+steps: {steps}
+images_per_step: 16
+resolution: 128
+bucket_step: 16
+learning_rate: {rate}    # {why}
+warmup: 5
+save: {{ every: {every}, states: 1, weights: 2 }}
+sample:
+  every: {every}
+  width: 128
+  height: 128
+  steps: 20
+  prompts:
+{prompts}
+plan: {{ processes: 2 }}   # trained as on two GPUs, without any
+"""
+FULL = {"method": "full", "steps": 50, "every": 25, "rate": "4e-4", "why": "flux-tiny is small; a real FLUX needs 1e-5"}
+LORA = {"method": "lora", "steps": 50, "every": 25, "rate": "4e-3", "why": "flux-tiny is small; a real FLUX needs 1e-4"}
+
+
+def draw_hearts(folder: Path, count: int = PICTURES, seed: int = 1) -> int:
+    """Writes ``count`` pictures of the new thing (PNG, each with a .txt beside it); gives how many were written.
+
+    A file that is there already is left as it is: people may have put their own in its place.
+    """
+    scenes = random_scenes(np.random.default_rng(seed), count, UNSEEN, among=KNOWN)
+    pictures = draw_scenes(scenes)
+    written = 0
+    for row in range(count):
+        place = folder / f"heart-{row + 1:02d}.png"
+        if not place.exists():
+            write_atomically(place.with_suffix(".txt"), caption(scenes.words(row)) + "\n")
+            file = io.BytesIO()
+            Image.fromarray(pictures[row]).save(file, "PNG")
+            write_atomically(place, file.getvalue())
+            written += 1
+    return written
+
+
+def draw_scenes(scenes: Scenes, side: int = 128) -> np.ndarray:
+    """Pictures of ``scenes`` as flux-tiny would draw them: uint8 [n, side, side, 3]."""
+    values = {name: torch.from_numpy(value) for name, value in scenes.values.items()}
+    pictures = draw(values, standard_luck(len(scenes)), side, side)
+    return ((pictures + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+
+
+def prepare(volume: Volume) -> list[Path]:
+    """Puts the jobs and their pictures on the volume, where they are not there yet; gives the jobs' paths."""
+    volume.create()
+    folder = volume.datasets / "hearts"
+    if written := draw_hearts(folder):
+        print(f"drew {written} pictures with captions in {folder}")
+    prompts = "\n".join(f'    - "{prompt}"' for prompt in (*new_prompts(8), *known_prompts(8)))
+    paths = []
+    for name, settings in zip(JOBS, (FULL, LORA), strict=True):
+        paths.append(volume.jobs / f"{name}.yaml")
+        if not paths[-1].exists():
+            write_atomically(paths[-1], JOB.format(name=name, prompts=prompts, **settings))
+    return paths
+
+
+def summary(run: RunFolder) -> list[str]:
+    """Where the run left what, and its figures, in lines for people."""
+    lines = [f"everything of this run: {run.root}"]
+    kinds = {
+        "output": sorted(run.output.glob("*.safetensors")),
+        "states": sorted(run.states.glob("step-*")),
+        "tensorboard": [run.tensorboard] if run.tensorboard.exists() else [],
+        "log": [run.log] if run.log.exists() else [],
+    }
+    lines += [f"  {kind}: {path.relative_to(run.root)}" for kind, paths in kinds.items() for path in paths]
+    steps = _read_metrics(run.metrics)
+    losses = [step["loss"] for step in steps if step.get("loss") is not None]
+    if losses:
+        lines.append(f"loss: first {losses[0]:.4f}, last {losses[-1]:.4f}, over {len(losses)} steps")
+    speeds = [step["images_per_s"] for step in steps if step.get("images_per_s")]
+    if speeds:
+        lines.append(f"speed: {statistics.median(speeds):.1f} images/s")
+    return lines
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def sheet(volume: Volume, columns: int = 8) -> Image.Image:
+    """One picture of everything: the training pictures, then for each run its samples before, at each state, after."""
+    rows = [sorted((volume.datasets / "hearts").glob("*.png"))[:columns]]
+    for name in JOBS:
+        samples = volume.run(name).samples
+        for step in sorted({path.name.rpartition("-")[0] for path in samples.glob("step-*.png")}):
+            rows.append(sorted(samples.glob(f"{step}-*.png"))[:columns])
+    picture = Image.new("RGB", (columns * 132 + 4, len(rows) * 132 + 4), "white")
+    for y, row in enumerate(rows):
+        for x, path in enumerate(row):
+            with Image.open(path) as image:
+                picture.paste(image.convert("RGB").resize((128, 128)), (4 + 132 * x, 4 + 132 * y))
+    return picture
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tiny.demo", description="Teaches flux-tiny a new thing.")
+    parser.add_argument("--volume", type=Path, default=Path("demo/volume"), help="a folder; made where it is not there")
+    volume = Volume(parser.parse_args(arguments).volume.absolute())
+    jobs = prepare(volume)
+    from entrypoint.run import run_job  # late: the pictures are drawn before anything heavy is imported
+
+    for job in jobs:
+        code = run_job(job, volume.root)
+        print()
+        print("\n".join(summary(volume.run(job.stem))))
+        if code != DONE:
+            print(f"{job.stem} ended with code {code}, as said above. Another start goes on from its last state.")
+            return code
+    judge = load_judge()
+    for name in JOBS:
+        print(
+            "\n".join(
+                [
+                    "",
+                    f"{name}, what the judge sees in its samples:",
+                    *table(score_samples(judge, volume.run(name).samples)),
+                ]
+            )
+        )
+    sheet(volume).save(volume.root / "demo.png")
+    print(f"\nbefore, at each state, after: {volume.root / 'demo.png'}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
