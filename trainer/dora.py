@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 
@@ -31,6 +32,15 @@ class Lengths(nn.Module):
         squares = base.weight.detach().float().square().sum(dim=1)
         self.register_buffer("squares", squares, persistent=False)
         self.weight = nn.Parameter(squares.sqrt())
+
+
+def share_lengths(model: nn.Module) -> None:
+    """Gives all processes those of rank 0: each has summed its own, and cards of different models add in another order.
+    Every process must call it."""
+    for module in model.modules():
+        if isinstance(module, Lengths):
+            dist.broadcast(module.squares, src=0)
+            dist.broadcast(module.weight.detach(), src=0)
 
 
 class Dora(LoraVariant):

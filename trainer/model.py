@@ -27,6 +27,7 @@ from jobs.schema import Job
 from trainer.adapter import add_adapter
 from trainer.assistant import add_assistant
 from trainer.data import Batch
+from trainer.dora import share_lengths
 from trainer.dropout import tell_images
 from trainer.fp8_products import multiply_in_fp8
 from trainer.peer_copies import use_copy_engines
@@ -61,6 +62,8 @@ def build_model(
     fill_weights(model)
     if job.lora is not None:
         add_adapter(model, job.lora, job.seed, plan.images_per_pass)
+        if world.size > 1:
+            share_lengths(model)
         if assistant is not None:
             add_assistant(model, assistant, shape)
         prepare(model, plan, world)

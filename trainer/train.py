@@ -410,6 +410,8 @@ def clip_gradients(tensors: list[Trained], most: float) -> torch.Tensor:
     squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
     if tensors[0].sharded:
         dist.all_reduce(squares)
+    elif dist.get_world_size() > 1:  # replicas must stay so to the bit, and cards of other models add in another order
+        dist.broadcast(squares, src=0)
     norm = squares.sqrt()
     # An infinite length would make the finite gradients 0, and those be used; NaN keeps all of them from being used.
     torch._foreach_mul_(gradients, torch.where(norm.isfinite(), most / (norm + 1e-6), torch.nan).clamp(max=1.0))
