@@ -12,7 +12,7 @@ SEED = 2**63 - 1  # the largest a job may have
 def test_the_uses_are_part_of_every_runs_result() -> None:
     numbers = {use.name: use.value for use in Use}
     first = {"NOISE": 1, "NOISE_LEVEL": 2, "LATENT": 3, "CAPTION_DROPOUT": 4, "ADAPTER": 5}
-    assert numbers == first | {"CAPTION": 6, "CROP": 7, "VALIDATION_LEVEL": 8}
+    assert numbers == first | {"CAPTION": 6, "CROP": 7, "VALIDATION_LEVEL": 8, "ADAPTER_DROPOUT": 9}
 
 
 def test_the_numbers_are_the_same_for_all_time() -> None:
