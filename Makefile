@@ -35,7 +35,7 @@ endef
 export MAKE_ENVIRONMENT
 export PYTHON
 
-.PHONY: help demo score test check format test-image push bench bench-gpus bench-volume trials reference template pod clean
+.PHONY: help demo score test test-slow check format test-image push bench bench-gpus bench-volume trials reference template pod clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +47,10 @@ score: $(STAMP) ## the judge's table: what flux-tiny draws of 200 prompts, on CP
 	@$(RUN) tiny.score
 
 test: $(STAMP) ## run the tests (no GPU, no account; under 10 minutes on two cores)
-	@$(RUN) pytest -n logical --maxprocesses 8 tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
+	@$(RUN) pytest -n logical --maxprocesses 8 -m "not slow" tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
+
+test-slow: $(STAMP) ## the tests of make test that take longest: whole trainings that fail, are killed, or go many ways
+	@$(RUN) pytest -n logical --maxprocesses 8 -m slow tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
 
 check: $(STAMP) ## lint, format, types, layers, shell scripts, Dockerfile
 	$(RUN) ruff check .

@@ -122,6 +122,7 @@ def test_schnell_is_the_other_one_with_its_guidance_for_good(flux_tiny: Path, fl
     assert (told - built_in).abs().max() < 0.02 * told.abs().max()  # a bias rounded to bf16
 
 
+@pytest.mark.slow
 def test_a_gated_repository_gives_it_to_stock_diffusers_and_to_nobody_else(flux_tiny: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from diffusers import FluxPipeline\n"

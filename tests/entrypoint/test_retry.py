@@ -64,6 +64,7 @@ class RunsOut(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_the_newest_state_by_a_plan_that_needs_less(tmp_path: Path, flux_tiny: Path) -> None:
     """That checkpointing changes no bit is shown in tests/trainer."""
     program = begin(fill_volume(tmp_path / "volume", flux_tiny), RETRY)

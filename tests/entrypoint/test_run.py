@@ -435,7 +435,8 @@ def test_a_single_file_with_its_encoders(whole: Path, tmp_path: Path, flux_tiny:
     assert program.ends() == 0, program.said()
     assert "cache: everything is there" in program.said()
     expected = losses(chain(whole))
-    assert losses(program.folder) == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-3)
+    # As far apart as tests/trainer/test_train.py has it.
+    assert losses(program.folder) == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-2)
 
 
 def test_a_base_from_the_hub_leaves_the_token_nowhere(

@@ -99,6 +99,7 @@ class Strays(torch.optim.SGD):
             self.param_groups[0]["params"][5].data[0] += 1e-6
 
 
+@pytest.mark.slow
 def test_a_replica_that_strays_ends_the_run(volume: Volume) -> None:
     """The state of the step before stands; that step's own is not saved."""
     keys: dict[str, Any] = {"optimizer": "tests.trainer.test_agreement.Strays", "save": {"every": 1, "states": 9}}

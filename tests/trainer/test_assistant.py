@@ -71,6 +71,7 @@ def test_it_adds_what_its_file_says(tmp_path: Path) -> None:
     assert (found - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.slow
 def test_compiled_it_can_be_switched(tmp_path: Path) -> None:
     file = write_lora(tmp_path / "a.safetensors")
     plain, model = model_with(file), model_with(file)

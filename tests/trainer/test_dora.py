@@ -100,6 +100,7 @@ def compiled(model: FluxTransformer2DModel) -> FluxTransformer2DModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [lambda model: model, compiled], ids=["eager", "compiled"])
 def test_no_matrix_is_made_of_an_adapted_weight(prepare: Callable[[Any], Any]) -> None:
     """The largest thing kept for the backward pass beside the weights is an activation."""

@@ -73,6 +73,7 @@ def test_samples_are_drawn_with_the_whole_adapter() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["checkpointed", "compiled"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_gradients_are_the_same_computed_again_and_compiled(how: str, dora: bool) -> None:

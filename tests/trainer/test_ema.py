@@ -176,6 +176,7 @@ def live_weights(state: State) -> dict[str, torch.Tensor]:
         return {name.removeprefix(PREFIX): live_of(reader.read(name)) for name in names}
 
 
+@pytest.mark.slow
 def test_the_states_of_a_run_hold_the_average_of_its_live_weights(volume: Volume, flux_tiny: Path) -> None:
     """By hand, from what the states keep; in two processes."""
     from trainer.model import sources
@@ -200,6 +201,7 @@ def test_the_states_of_a_run_hold_the_average_of_its_live_weights(volume: Volume
         assert reader.header.metadata["fluxpod.ema"] == "average of the weights, decay 0.99"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [FULL, LORA, FULL | {"ema": {"dtype": "bf16", "every": 2}}])
 def test_a_run_goes_on_exactly_on_any_number_of_processes(keys: dict[str, Any], volume: Volume) -> None:
     keys = {"ema": {"every": 2}} | keys
@@ -233,6 +235,7 @@ def test_an_average_may_come_and_go(volume: Volume) -> None:
     assert come.states[-1].manifest.ema == {"decay": 0.99, "every": 1, "begun": 3}
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_with_either(volume: Volume) -> None:
     """Drawing changes no later step, whichever weights it shows."""
     small = {"width": 64, "height": 64, "steps": 2, "every": 2, "prompts": ["a star", "a cat"]}

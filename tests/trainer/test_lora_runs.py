@@ -44,6 +44,7 @@ def volume(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path) -> Volume:
     return volume
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_and_is_the_same_on_two_processes(volume: Volume) -> None:
     whole = trained(volume, name="whole", **KEYS)
     half = trained(volume, name="half", **KEYS | {"steps": 2})

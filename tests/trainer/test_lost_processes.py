@@ -12,7 +12,7 @@ from entrypoint import watch
 from tests.soak import soak
 from tests.training import fill_volume, shared_folder
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

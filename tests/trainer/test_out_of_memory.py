@@ -117,6 +117,7 @@ def never(*_: Any) -> Any:
     raise torch.OutOfMemoryError(TOLD)
 
 
+@pytest.mark.slow
 def test_a_sample_that_does_not_fit_whole_is_decoded_in_tiles(
     flux_tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
