@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ class Metrics:
     """Reads each step's loss one step late, so that the GPU never waits for the host.
 
     Every process reads it (they must agree on stopping); rank 0 writes. Lines beyond the state a run goes on from are
-    cut off first: every step stands exactly once.
+    cut off first: every step stands exactly once. A volume that takes no line ends no training: what it lacks is kept
+    and written with a later one.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class Metrics:
         if self.writes:
             cut_after(folder.metrics, start)
             self.path, self.samples = folder.metrics, folder.samples
-            self.file = folder.metrics.open("a", encoding="utf-8")
-            self.board = SummaryWriter(str(folder.tensorboard), purge_step=start + 1)
+            self.file = folder.metrics.open("ab", buffering=0)
+            self.unwritten, self.refused = b"", False  # what the volume has not taken, and whether that was told
+            self.board: SummaryWriter | None = SummaryWriter(str(folder.tensorboard), purge_step=start + 1)
         self.on_gpu = world.device.type == "cuda"
 
     def record(self, record: StepRecord) -> None:
@@ -154,8 +157,9 @@ class Metrics:
         if waiting:
             self._write(waiting)
         if self.writes:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+            self._put("")
+            with self._told_when_refused():
+                os.fsync(self.file.fileno())
 
     def means_since(self, step: int) -> tuple[tuple[float | None, ...], tuple[float, ...]]:
         """Of all steps after ``step`` that are written down: the mean loss of each band of levels, and the images that
@@ -172,7 +176,7 @@ class Metrics:
 
     def pictures(self, step: int) -> None:
         """The samples of a step in TensorBoard, as they stand in their files."""
-        for path in sorted(self.samples.glob(f"step-{step:06d}-*.png")) if self.writes else ():
+        for path in sorted(self.samples.glob(f"step-{step:06d}-*.png")) if self.writes and self.board else ():
             try:
                 with Image.open(path) as image:
                     size = {"width": image.width, "height": image.height, "colorspace": len(image.getbands())}
@@ -181,8 +185,21 @@ class Metrics:
                 log.warning("%s is not shown in TensorBoard: %s", path.name, error)
                 continue
             tag = f"samples/{path.stem.rpartition('-')[2]}"
-            writer: Any = self.board.file_writer
-            writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
+            summary = Summary(value=[Summary.Value(tag=tag, image=picture)])
+            self._show(lambda board, summary=summary: board.file_writer.add_summary(summary, step))  # type: ignore[misc]
+
+    def curve(self, name: str, value: float, step: int) -> None:
+        """A point in TensorBoard."""
+        self._show(lambda board: board.add_scalar(name, value, step))
+
+    def _show(self, what: Callable[[Any], None]) -> None:
+        if self.board is None:
+            return
+        try:
+            what(self.board)
+        except OSError as error:  # its own thread has ended with it
+            log.warning("TensorBoard shows nothing more of this start: %s. metrics.jsonl has it all.", error)
+            self.board = None
 
     def restart_clock(self, spent_on: Pause | None = None) -> None:
         """Leaves out of images_per_s what was spent on something else since the last step."""
@@ -220,10 +237,26 @@ class Metrics:
             line["skipped"] = wrong
         if sums:
             line |= self._of_sums(sums)
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        self._put(json.dumps(line) + "\n")
         for name, value in curves_of(line):
-            self.board.add_scalar(name, value, record.step)
+            self.curve(name, value, record.step)
+
+    def _put(self, text: str) -> None:
+        self.unwritten += text.encode()
+        with self._told_when_refused():
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            self.refused = False
+
+    @contextmanager
+    def _told_when_refused(self) -> Iterator[None]:
+        """Once, until the volume takes something again."""
+        try:
+            yield
+        except OSError as error:
+            if not self.refused:
+                log.warning("the volume does not take the metrics: %s. They are written when it does.", error)
+            self.refused = True
 
     def _of_sums(self, sums: list[float]) -> dict[str, Any]:
         losses, weights, told = sums[:BANDS], sums[BANDS : 2 * BANDS], sums[2 * BANDS :]
@@ -240,8 +273,9 @@ class Metrics:
 
     def close(self) -> None:
         if self.writes:
-            self.file.close()
-            self.board.close()
+            with suppress(OSError):
+                self.file.close()
+            self._show(lambda board: board.close())
 
 
 def what_is_wrong(step: int, loss: float, norm: float | None, skipped: int) -> str:

@@ -167,7 +167,7 @@ class Validator:
         told = {"loss": found.loss} | {f"loss/{band_name(band)}": each for band, each in enumerate(by_level)}
         for name, number in told.items():
             if number is not None:
-                metrics.board.add_scalar(f"validation/{name}", number, step)
+                metrics.curve(f"validation/{name}", number, step)
 
     def _name(self) -> str:
         """Of everything a round depends on but the model: rounds of the same name can be compared."""

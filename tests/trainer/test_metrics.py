@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -192,3 +193,58 @@ def test_losses_by_level_waits_and_memory(folder: RunFolder, world: World) -> No
     board = EventAccumulator(str(folder.tensorboard))
     board.Reload()
     assert [event.value for event in board.Scalars("train/loss_by_level/0.50-0.75")] == [2.0, 2.0]
+
+
+class FullVolume:
+    """A file that takes ``room`` bytes, and what comes when there is room again."""
+
+    def __init__(self, file: Any, room: int):
+        self.file, self.room = file, room
+
+    def write(self, content: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(content[: self.room])
+        self.room -= taken
+        return int(taken)
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_a_full_volume_ends_no_training_and_costs_no_line(
+    folder: RunFolder, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics(folder, 0, world, 1)
+    full = FullVolume(metrics.file, room=30)
+    metrics.file = full  # type: ignore[assignment]
+    for step in (1, 2, 3):
+        metrics.record(record(step))
+    metrics.flush()
+    assert len(folder.metrics.read_bytes()) == 30
+    assert caplog.text.count("does not take the metrics") == 1  # not at each step
+    full.room = 10**6
+    metrics.record(record(4))
+    metrics.flush()
+    metrics.close()
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3, 4]
+
+
+def test_tensorboard_that_cannot_write_ends_no_training(
+    folder: RunFolder, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics(folder, 0, world, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics.board, "add_scalar", full)
+    for step in (1, 2):
+        metrics.record(record(step))
+    metrics.flush()
+    metrics.pictures(2)
+    metrics.close()
+    assert [line["step"] for line in lines(folder)] == [1, 2]
