@@ -16,6 +16,9 @@ FP8 = Mode("AdamW", "bf16", "fp8-rowwise")
 RATE = 1e-5  # about half of it is lost where |w| is above 0.004, all of it above 0.008
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[Mode, Row]:
     run_file: Path = prepare(Volume(tmp_path_factory.mktemp("fidelity")), SMALL, 64, 1)

@@ -422,6 +422,7 @@ class Stumbles(torch.optim.SGD):
 # ---------------------------------------------------------------- bases
 
 
+@pytest.mark.slow
 def test_a_single_file_with_its_encoders(whole: Path, tmp_path: Path, flux_tiny: Path) -> None:
     """The file is the same model as the folder's, so it trains alike; in one process, so not to the bit."""
     volume = fill_volume(tmp_path / "volume", flux_tiny)

@@ -127,6 +127,7 @@ def train_with_a_bad_way(run_file: Path) -> int:
     return main(run_file)
 
 
+@pytest.mark.slow
 def test_what_comes_otherwise_than_it_was_sent_ends_the_run(volume: Volume) -> None:
     run = prepared(volume, name="bad-way", steps=3, plan={"processes": 2})
     each = train(run, work=train_with_a_bad_way)

@@ -115,6 +115,7 @@ def test_no_matrix_is_made_of_an_adapted_weight(prepare: Callable[[Any], Any]) -
     out.float().sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled_it_gives_the_same_numbers() -> None:
     plain = adapted(LORA)
     scaled(plain)

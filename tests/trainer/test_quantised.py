@@ -204,6 +204,7 @@ def test_compiled_and_checkpointed_it_gives_the_same_gradients(
     assert off_by(flat(found), flat(expected)) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_no_dequantised_weight_is_kept_for_the_backward_pass(

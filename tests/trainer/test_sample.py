@@ -204,6 +204,7 @@ def _train_where_one_cannot_write(run_file: Path) -> int:
     return main(run_file)
 
 
+@pytest.mark.slow
 def test_processes_of_a_sharded_model_agree_on_what_failed(volume: Volume) -> None:
     """The others go on with the next turn, which needs all of them; drawings of unequal length are evened out."""
     prompts = ["a star --steps 4", "a cat", "a dog --steps 3 --width 96", "a house --steps 1", "a tree --steps 1"]

@@ -255,6 +255,7 @@ def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(
 # ---------------------------------------------------------------- optimizers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     ["AdamW", "AdamW8bit", "PagedAdamW32bit", "Lion8bit", "Adafactor", "torch.optim.RAdam"],

@@ -170,8 +170,8 @@ def test_a_volume_that_fails_costs_no_training(tmp_path: Path, caplog: pytest.Lo
     validator: Any = object.__new__(Validator)
     validator.path, validator.pictures = tmp_path, "some"  # a folder: it can neither be read nor written
     scalars: dict[str, float] = {}
-    board = SimpleNamespace(add_scalar=lambda name, number, step: scalars.update({name: number}))
-    validator._write(3, 0.5, (None,) * BANDS, 0.1, SimpleNamespace(board=board))
+    metrics: Any = SimpleNamespace(curve=lambda name, number, step: scalars.update({name: number}))
+    validator._write(3, 0.5, (None,) * BANDS, 0.1, metrics)
     assert "cannot be read" in caplog.text
     assert "was not written down" in caplog.text
     assert scalars == {"validation/loss": 0.5}
