@@ -71,16 +71,24 @@ RUN pip install --no-cache-dir --disable-pip-version-check -r /opt/fluxpod/requi
     && find "$site/bitsandbytes" -name 'libbitsandbytes_*.so' -not -name '*_cpu.so' -not -name "*_cuda$major*" -delete \
     && find "$site/babel/locale-data" -name '*.dat' -not -name 'en*' -not -name root.dat -delete
 
+# 20 MB that change when flux-tiny is trained anew.
+COPY bootstrap/flux_tiny_weights /opt/fluxpod/flux_tiny_weights
+
 COPY entrypoint/start.sh /opt/fluxpod/
 COPY entrypoint/supervisord.conf /etc/
 COPY entrypoint/sshd.conf /etc/ssh/sshd_config.d/fluxpod.conf
 COPY entrypoint/login.sh /etc/profile.d/fluxpod.sh
 COPY entrypoint/volume_modules.pth /opt/fluxpod/venv/lib/python3.11/site-packages/zz-fluxpod-volume.pth
 
-# The application: about 20 MB, nearly all of it flux-tiny's weights; the one layer that most releases change.
-COPY . /tmp/source
-RUN pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation /tmp/source \
-    && rm -rf /tmp/source
+# The application, about 1 MB: the one layer that most releases change. What it is made from comes from outside, and
+# flux-tiny's weights from the layer above, so that neither is in the image twice.
+RUN --mount=type=bind,target=/tmp/context \
+    cp -r /tmp/context /tmp/source \
+    && pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation /tmp/source \
+    && rm -rf /tmp/source \
+    && weights=/opt/fluxpod/venv/lib/python3.11/site-packages/bootstrap/flux_tiny_weights \
+    && rm -r "$weights" \
+    && ln -s /opt/fluxpod/flux_tiny_weights "$weights"
 
 ARG VERSION=0
 LABEL org.opencontainers.image.title=fluxpod \
