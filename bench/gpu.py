@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,20 @@ def check_gradients() -> bool:
 
 
 def run_case(name: str, folder: Path, save: bool) -> tuple[dict[str, Any] | None, str]:
-    command = [*launcher_command(1), "-m", "bench.case", name, str(folder), *(["--save"] * save)]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    start_cases(1, [name], folder, ["--save"] * save).wait()
     result = folder / f"{name}.json"
-    return (json.loads(result.read_text()) if result.exists() else None), done.stdout + done.stderr
+    return (json.loads(result.read_text()) if result.exists() else None), (folder / "log").read_text()
+
+
+def start_cases(
+    processes: int, cases: Sequence[str], folder: Path, options: Sequence[str] = (), **environment: str
+) -> subprocess.Popen[bytes]:
+    """``bench.case`` by the product's launcher; what it says goes to ``folder/log``."""
+    command = [*launcher_command(processes), "-m", "bench.case", ",".join(cases), str(folder), *options]
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"} | environment
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
 
 
 def head() -> tuple[str, str]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from entrypoint.launch import launcher_command
+from bench.gpu import start_cases
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fluxpod-bench-"))
     wanted = options.rows.split(",") if options.rows else []
     rows = [row for row in ROWS if not wanted or f"{row.case}:{row.link}" in wanted]
-    alone = measure_alone({row.case: None for row in rows}, options.gpus, folder)
+    alone = measure_alone(dict.fromkeys(row.case for row in rows), options.gpus, folder)
     together = {link: measure_together(rows, link, options.gpus, folder) for link in ("direct", "host")}
     print(COLUMNS, flush=True)
     ok = True
@@ -75,9 +73,7 @@ def measure_alone(cases: Iterable[str], gpus: int, folder: Path) -> list[dict[st
     """By GPU, by case: what each of them reaches while the others do the same."""
     names = list(cases)
     folders = [folder / f"alone-{gpu}" for gpu in range(gpus)]
-    running = [
-        start(1, names, place, {"CUDA_VISIBLE_DEVICES": str(gpu)}) for gpu, place in enumerate(folders)
-    ]  # at the same time, as they share the host
+    running = [start_cases(1, names, place, CUDA_VISIBLE_DEVICES=str(gpu)) for gpu, place in enumerate(folders)]
     for process in running:
         process.wait()
     return [results(place, names) for place in folders]
@@ -88,16 +84,8 @@ def measure_together(rows: Iterable[Row], link: str, gpus: int, folder: Path) ->
     names = {f"{row.case}-x{gpus}": row.case for row in rows if row.link == link}
     if not names:
         return {}
-    start(gpus, [*names], folder / link, {"NCCL_P2P_DISABLE": "0" if link == "direct" else "1"}).wait()
+    start_cases(gpus, [*names], folder / link, NCCL_P2P_DISABLE="0" if link == "direct" else "1").wait()
     return {names[name]: found for name, found in results(folder / link, names).items()}
-
-
-def start(processes: int, cases: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [*launcher_command(processes), "-m", "bench.case", ",".join(cases), str(folder)]
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"} | environment
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
 
 
 def results(folder: Path, cases: Iterable[str]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from bootstrap.outcome import DONE
 from bootstrap.validation import Round, in_words, lowest, parting, read_rounds
 from bootstrap.volume import Volume, write_atomically
-from entrypoint.drawn import draw_dataset
 from entrypoint.run import run_job
+from tiny.drawn import draw_dataset
 
 SHOWN, OTHERS = 4, 12  # pictures drawn: to train on, to try
 RUNS = {"under": 5, "well": 40, "over": 120}  # steps

@@ -34,9 +34,9 @@ from bootstrap.tensor_files import read_tensors
 from bootstrap.volume import Volume
 from bootstrap.wanted import Wanted
 from bootstrap.weights import fetch_weights
-from entrypoint.drawn import draw_dataset
 from entrypoint.launch import free_port
 from jobs.schema import Job
+from tiny.drawn import draw_dataset
 
 POD = Pod(gpus=(), cpus=1, memory=8 << 30, shm=0, disk_free=1 << 40)  # one CPU: one thread, so sums have one order
 IMAGES = 10  # drawn: in four buckets, the last of which gives a smaller step

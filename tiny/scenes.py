@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bootstrap.flux_tiny import WORDS
-from entrypoint.drawn import COLOURS as PALETTE
+from tiny.drawn import COLOURS as PALETTE
 
 COUNTS = ("one", "two", "three")
 SIZES = ("small", "large")

@@ -45,6 +45,7 @@ from trainer.attention import candidates
 from trainer.encode import encode_texts
 from trainer.model import Source, bare_model, fill, give_memory, sources
 from trainer.pipeline import Pipeline
+from trainer.sample import write_picture
 from trainer.sheet import Row, draw_grid
 from trainer.trained import trained_tensors
 from trainer.whole_model import TYPES
@@ -248,10 +249,7 @@ def write_grid(target: Path | None, columns: Sequence[Column], rows: Sequence[Ro
     """The picture as a PNG, by default beside the samples of the first column's run; nothing is overwritten."""
     folder = columns[0].run.folder.samples
     target = target or next(p for n in range(1, 10**6) if not (p := folder / f"grid-{n:03d}.png").exists())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    draw_grid([column.label for column in columns], rows, cell).save(part, "PNG")
-    part.replace(target)
+    write_picture(draw_grid([column.label for column in columns], rows, cell), target, {})
     return target
 
 

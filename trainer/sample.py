@@ -10,6 +10,7 @@ drawing of a turn has. What fails is agreed on before anyone goes on.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from bootstrap.cache import Cache
 from bootstrap.resume import step_of
 from bootstrap.run_file import RunFile
-from bootstrap.volume import write_json
+from bootstrap.volume import write_atomically, write_json
 from bootstrap.wanted import text_key
 from bootstrap.whereabouts import Phase
 from jobs.prompts import Drawing
@@ -229,10 +230,9 @@ def write_picture(image: Image.Image, path: Path, told: Mapping[str, str]) -> No
     info = PngInfo()
     for name, text in told.items():
         info.add_itxt(name, text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    image.save(part, "PNG", pnginfo=info)
-    part.replace(path)
+    content = io.BytesIO()
+    image.save(content, "PNG", pnginfo=info)
+    write_atomically(path, content.getvalue())
 
 
 @contextmanager

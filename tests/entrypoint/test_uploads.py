@@ -238,7 +238,7 @@ def test_check_asks_for_the_right_to_write(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from entrypoint.drawn import draw_dataset
+    from tiny.drawn import draw_dataset
 
     volume, file = finish_run(tmp_path / "volume")
     draw_dataset(volume.datasets / "d", 2)

@@ -3,13 +3,10 @@ nothing of the training."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.gpu.test_streamed import SHAPE, STEPS, make_batch, random_weights
-from tests.runs import PLAN
+from tests.gpu.test_streamed import SHAPE, STEPS, make_batch, plan_with, random_weights
 from tests.streaming import train_in_backward
 from trainer.ema import go_back, show
 from trainer.world import World
@@ -21,15 +18,7 @@ def averaged(dtype: str, *, host: bool, streamed: int = 0) -> dict[str, torch.Te
     """Shown between all steps, as samples do, and followed every other step."""
     device = torch.device("cuda", 0)
     world = World(0, 1, device, None)  # type: ignore[arg-type]
-    plan = replace(
-        PLAN,
-        device="cuda",
-        checkpointed_blocks=SHAPE.blocks,
-        streamed_blocks=streamed,
-        host_state_blocks=SHAPE.blocks if streamed else 0,
-        optimizer_in_backward=True,
-        ema_on_host=host,
-    )
+    plan = plan_with(streamed, SHAPE.blocks if streamed else 0, ema_on_host=host)
     average: dict[str, object] = {"decay": 0.9, "every": 2, "dtype": dtype}
     batch = make_batch()
     return train_in_backward(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
 from bootstrap.flux_shape import FluxShape
+from bootstrap.plan import Plan
 from tests.runs import PLAN
 from tests.streaming import train_in_backward
 from trainer.data import Batch
@@ -49,19 +51,24 @@ def make_batch() -> Batch:
     ).to(torch.device("cuda"))
 
 
-def trained(streamed: int, states: int, compiled: bool) -> dict[str, torch.Tensor]:
-    device = torch.device("cuda", 0)
-    world = World(0, 1, device, None)  # type: ignore[arg-type]
-    plan = replace(
+def plan_with(streamed: int, states: int, **more: Any) -> Plan:
+    """With weights and states of so many blocks on the host."""
+    return replace(
         PLAN,
         device="cuda",
         checkpointed_blocks=SHAPE.blocks,
         streamed_blocks=streamed,
         host_state_blocks=states,
         optimizer_in_backward=True,
-        compile=compiled,
+        **more,
     )
+
+
+def trained(streamed: int, states: int, compiled: bool) -> dict[str, torch.Tensor]:
+    device = torch.device("cuda", 0)
+    world = World(0, 1, device, None)  # type: ignore[arg-type]
     torch.compiler.reset()
+    plan = plan_with(streamed, states, compile=compiled)
     return train_in_backward(plan, SHAPE, world, random_weights, make_batch(), steps=STEPS, learning_rate=1e-4)
 
 

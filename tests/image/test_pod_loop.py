@@ -17,7 +17,6 @@ from bootstrap.lease import Lease
 from bootstrap.outcome import JOB_WRONG, POD_WRONG, STOPPED, Outcome
 from bootstrap.state import list_states, newest_whole
 from bootstrap.volume import RunFolder, Volume, write_json
-from entrypoint.drawn import draw_dataset
 from entrypoint.status import Status
 from tests.bases import lay_out_flux_dev
 from tests.entrypoint.test_run import losses, status_of
@@ -26,6 +25,7 @@ from tests.image.test_container import free_ports
 from tests.loopback_hub import Fault, LoopbackHub, Repo
 from tests.loopback_runpod import LoopbackRunPod
 from tests.training import JOB, prepared
+from tiny.drawn import draw_dataset
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("image")]  # the first build is in that time
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from entrypoint.drawn import draw_dataset
 from tests.runs import make_job
+from tiny.drawn import draw_dataset
 from trainer.alarm import alarm_text, fault_of
 from trainer.encode import load_vae
 

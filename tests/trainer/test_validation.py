@@ -18,8 +18,8 @@ from bootstrap.run_file import RunFile
 from bootstrap.state import best_of
 from bootstrap.validation import BANDS, Round, read_rounds
 from bootstrap.volume import Volume
-from entrypoint.drawn import draw_dataset
 from tests.training import Trained, fill_volume, prepared, shared_folder, train, trained
+from tiny.drawn import draw_dataset
 from trainer.validation import Validator, View, turns
 
 pytestmark = pytest.mark.timeout(600)

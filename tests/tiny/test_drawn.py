@@ -8,8 +8,8 @@ import numpy as np
 
 from bootstrap.dataset import scan
 from bootstrap.volume import Volume
-from entrypoint.drawn import COLOURS, SHAPES, SIZES, draw_dataset, draw_picture
 from jobs.schema import Job
+from tiny.drawn import COLOURS, SHAPES, SIZES, draw_dataset, draw_picture
 
 
 def files(folder: Path) -> dict[str, bytes]:
