@@ -517,7 +517,7 @@ def test_a_picture_that_cannot_be_written_on_one_process_stops_nobody(volume: Vo
     """Three prompts for two processes: the first fails on one; the third needs both."""
     sample = SMALL | {"every": 1, "prompts": ["a star", "a circle", "a square"]}
     run = prepared(volume, name="unwritten", steps=1, plan={"processes": 2}, sample=sample)
-    (run.folder.samples / ".step-000000-00.png.part").mkdir(parents=True)
+    (run.folder.samples / "step-000000-00.png").mkdir(parents=True)  # no file replaces a folder
     each = train(run)
     assert each.outcome.code == 0
     assert "samples of step 0 are not complete: process 0: IsADirectoryError" in each.log
