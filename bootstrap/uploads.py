@@ -136,11 +136,19 @@ def all_uploaded(folder: RunFolder, job: Job) -> bool:
     return not _lacking(folder, job, Record.read(folder, job.output.hub), finished=True)
 
 
+def unreadable(folder: RunFolder, job: Job) -> list[Path]:
+    """What shall be on the hub once the run is finished, is not, and cannot be brought there: files that are no
+    safetensors, or cut short."""
+    assert job.output.hub is not None
+    lacking = _lacking(folder, job, Record.read(folder, job.output.hub), finished=True)
+    return [file for path, file in lacking.items() if Piece.of(path, file) is None]
+
+
 def owes_upload(folder: RunFolder, job: Job) -> bool:
-    """Whether something of a finished run is still to be brought to the hub."""
+    """Whether something of a finished run is not on the hub yet."""
     if job.output.hub is None:
         return False
-    return bool(missing(folder, job, Record.read(folder, job.output.hub), finished=True))
+    return bool(_lacking(folder, job, Record.read(folder, job.output.hub), finished=True))
 
 
 def newest_pictures(folder: RunFolder) -> list[Picture]:

@@ -12,14 +12,15 @@ from bootstrap.outcome import JOB_WRONG
 from bootstrap.state import list_states
 from bootstrap.volume import Volume
 from entrypoint.model_files import NotFoundError, state_or_file
+from entrypoint.states import ALL, OUTPUT, named_part
 
 OPTIONS = ("seeds", "cell", "to")
 SWITCHES = ("base", "cpu")
+HOW_NAMED = "RUN/STEP, RUN for its newest, RUN/all, RUN/output for the finished file, or a path to one of them"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    named = "RUN/STEP, RUN for its newest, RUN/all, RUN/output for the finished file, or a path to one of them"
-    parser.add_argument("states", nargs="+", metavar="STATE", help=named)
+    parser.add_argument("states", nargs="+", metavar="STATE", help=HOW_NAMED)
     prompts = "a prompt, settings behind it, or a file of them; may be repeated (the prompts of the job)"
     parser.add_argument("--prompts", action="append", default=[], metavar="TEXT|FILE", help=prompts)
     parser.add_argument("--seeds", metavar="1,2,3", help="draw each prompt with all of these (its own)")
@@ -44,10 +45,14 @@ def run(volume: Volume, options: argparse.Namespace) -> int:
 
 def columns(volume: Volume, name: str) -> Iterator[Path]:
     """What a name stands for: all of a run's states, its finished file, one state, or a path. Raises NotFoundError."""
-    run, _, which = name.partition("/")
-    if which == "all" and (states := list_states(volume.run(run).states)[0]):
+    run, which = named_part(volume, name)
+    folder = volume.run(run)
+    if which == ALL and (states := list_states(folder.states)[0]):
         yield from (state.path for state in states)
-    elif which == "output" and (file := volume.run(run).output / f"{run}.safetensors").is_file():
+    elif which == OUTPUT and (file := folder.output / f"{run}.safetensors").is_file():
         yield file
+    elif which in (ALL, OUTPUT):
+        what = "no states" if which == ALL else "no finished file"
+        raise NotFoundError(f"{name} is nothing to draw with: {folder.root} holds {what}. Write {HOW_NAMED}")
     else:
         yield state_or_file(volume, name)

@@ -44,7 +44,7 @@ def run(volume: Volume, options: argparse.Namespace) -> int:
 def state_or_file(volume: Volume, text: str) -> Path:
     """A file or folder, here or on the volume, else a state's folder. Raises NotFoundError."""
     for path in (Path(text).absolute(), volume.resolve(text)):
-        if path.exists():
+        if path.exists() and path.parent != volume.runs:  # a run's folder stands for its newest state
             return path
     if found := find_state(volume, text):
         return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.state import State, StateError, list_states, newest_whole, verify
 from bootstrap.volume import Volume
+
+OUTPUT, ALL = "output", "all"  # of a run, in place of a step: its finished file, and all its states
 
 
 def show_states(volume: Volume, run: str, hash_all: bool) -> int:
@@ -38,9 +42,25 @@ def _line(state: State, hash_all: bool) -> tuple[str, bool]:
     return f"{line}  verified", True
 
 
+def named_part(volume: Volume, text: str) -> tuple[str, str]:
+    """The run, and what of it: a step, "output", "all" or "". Of RUN, RUN/STEP, RUN/output, RUN/all, and of paths that
+    stand for them, such as runs/RUN/states/step-000500 or runs/RUN/output/RUN.safetensors."""
+    parts, runs = Path(text).parts, volume.runs
+    there, here = Path(os.path.normpath(volume.resolve(text))), Path(os.path.abspath(text))
+    if there.is_relative_to(runs):
+        parts = there.relative_to(runs).parts
+    elif here.is_relative_to(runs) and not volume.run("".join(parts[:1])).root.is_dir():
+        parts = here.relative_to(runs).parts
+    run, *more = [part for part in parts if part not in ("states", os.sep)] or [text]
+    if more and (step := re.fullmatch(r"(?:step-)?0*(\d+)", more[0])):
+        return run, step[1]
+    which = "/".join(more)
+    return run, OUTPUT if which == f"{OUTPUT}/{run}.safetensors" else which
+
+
 def find_state(volume: Volume, name: str) -> Path | None:
     """The folder of a state called ``RUN/STEP``, or ``RUN`` for the newest that is whole."""
-    run, _, step = name.partition("/")
+    run, step = named_part(volume, name)
     states = list_states(volume.run(run).states)[0]
     if not step:
         newest, _ = newest_whole(volume.run(run).states)

@@ -22,8 +22,9 @@ from bootstrap.run_file import RunFile
 from bootstrap.send import Parcel
 from bootstrap.state import list_states
 from bootstrap.transfers import SEND, Patience, Transfers
-from bootstrap.uploads import Piece, Record, Uploaded, missing, newest_pictures, state_path
+from bootstrap.uploads import Piece, Record, Uploaded, missing, newest_pictures, state_path, unreadable
 from bootstrap.volume import RunFolder, Volume
+from entrypoint.states import OUTPUT, named_part
 from jobs.problem import JobError
 from jobs.schema import Job
 
@@ -96,6 +97,14 @@ class Uploads:
 
     def lacking(self, finished: bool) -> list[Piece]:
         return missing(self.folder, self.job, Record.read(self.folder, self.repo), finished)
+
+    def refuse_unreadable(self) -> None:
+        """Raises PodError for what is left out of a finished run since its file is damaged here."""
+        if damaged := unreadable(self.folder, self.job):
+            raise PodError(
+                f"{' and '.join(map(str, damaged))} cannot be read: damaged, or cut short. Take away what is damaged, "
+                "and start the run again: it goes on from its newest whole state"
+            )
 
     def bring(self, pieces: list[Piece], patience: Patience, bar: bool) -> None:
         """Raises AccessError and PodError. A piece that is removed here meanwhile is told and left out."""
@@ -233,6 +242,7 @@ class BackgroundUploads:
     def _last(self, uploads: Uploads) -> None:
         try:
             uploads.bring(uploads.lacking(finished=True), PATIENCE, bar=True)
+            uploads.refuse_unreadable()
         except (AccessError, PodError) as error:
             self.refused = error
         except Exception as error:
@@ -256,12 +266,13 @@ def held(job: Job, refused: Exception, step: int) -> Outcome:
 
 def upload(volume: Volume, named: str, repo: str | None, public: bool, environ: Mapping[str, str]) -> int:
     """Brings the finished file of RUN, or the weights of the state RUN/STEP, to the hub; gives the exit code."""
-    name, step = _run_and_step(named, volume)
+    name, which = named_part(volume, named)
     folder = volume.run(name)
     try:
         run = RunFile.read(folder.run_file)
     except OSError:
-        print(f"there is no run {name} in {volume.runs}: write RUN, or RUN/STEP; `fluxpod states RUN` lists the steps")
+        told = "write RUN, RUN/output or RUN/STEP; `fluxpod states RUN` lists the steps"
+        print(f"there is no run {name} in {volume.runs}: {told}")
         return JOB_WRONG
     except ValueError:
         print(f"{folder.run_file} is damaged, or of another version: start the run again, which writes it anew")
@@ -276,9 +287,9 @@ def upload(volume: Volume, named: str, repo: str | None, public: bool, environ: 
     except ValueError:
         print(f"'{repo}' is no name of a hub repository: write owner/name, such as me/paper-flowers")
         return JOB_WRONG
-    piece = _chosen(folder, job, step)
+    piece = _chosen(folder, job, which)
     if piece is None:
-        print(f"{named} has nothing to upload: `fluxpod states {name}` lists its states")
+        print(f"{named} has nothing to upload, or it is damaged: `fluxpod states {name}` lists its states")
         return JOB_WRONG
     if Record.read(folder, repo).holds(piece.path, piece.file):
         print(f"{piece.path} is on https://huggingface.co/{repo} already, verified")
@@ -291,23 +302,15 @@ def upload(volume: Volume, named: str, repo: str | None, public: bool, environ: 
     return DONE
 
 
-def _run_and_step(named: str, volume: Volume) -> tuple[str, str]:
-    """RUN, RUN/STEP, or a state's folder."""
-    path = Path(os.path.abspath(named))
-    parts = path.relative_to(volume.runs).parts if path.is_relative_to(volume.runs) else Path(named).parts
-    name, *more = [part for part in parts if part not in ("runs", "states", os.sep)] or [named]
-    return name, more[0] if more else ""
-
-
 def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _chosen(folder: RunFolder, job: Job, step: str) -> Piece | None:
+def _chosen(folder: RunFolder, job: Job, which: str) -> Piece | None:
+    """``which``: a step, "output", or "" for the finished file, else the newest state."""
     states = list_states(folder.states)[0]
     output = folder.output / f"{job.name}.safetensors"
-    if not step and output.exists():
+    if which in ("", OUTPUT) and (which or output.exists()):
         return Piece.of(output.name, output)
-    number = step.removeprefix("step-").lstrip("0")
-    found = [state for state in states if not step or str(state.step) == number]
+    found = [state for state in states if not which or str(state.step) == which]
     return Piece.of(state_path(job, found[-1].step), found[-1].model) if found else None

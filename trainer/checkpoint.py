@@ -74,6 +74,7 @@ T = TypeVar("T")
 MEMORY_LEFT = 4 << 30  # bytes of host memory that a copy must leave free: samples, compiling, page cache
 COPY_SPEED = 10e9  # bytes/s from the devices to host memory that is not pinned
 FICLONE = 0x40049409  # ioctl of Linux: one file shares the other's blocks
+COPIED_AT_ONCE = 16 << 20  # bytes
 
 
 @dataclass
@@ -387,9 +388,9 @@ def load_average(state: State, tensors: list[Trained], ema: Ema | None) -> None:
 # ---------------------------------------------------------------- the finished file
 
 
-def publish_output(state: State, target: Path) -> None:
+def publish_output(state: State, target: Path, progressed: Callable[[], None] = lambda: None) -> None:
     """The finished file: the state's own weights under the job's name, a link or shared blocks where the volume allows
-    either, else a copy."""
+    either, else a copy, which tells after each block that it gets further."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     with suppress(FileNotFoundError):
@@ -401,7 +402,9 @@ def publish_output(state: State, target: Path) -> None:
             try:
                 ioctl(copy.fileno(), FICLONE, source.fileno())
             except OSError:
-                shutil.copyfileobj(source, copy, 16 * 1024 * 1024)
+                while block := source.read(COPIED_AT_ONCE):
+                    copy.write(block)
+                    progressed()
             copy.flush()
             os.fsync(copy.fileno())
     part.replace(target)

@@ -128,6 +128,7 @@ class Metrics:
             self.path, self.samples = folder.metrics, folder.samples
             self.file = folder.metrics.open("ab", buffering=0)
             self.unwritten, self.refused = b"", False  # what the volume has not taken, and whether that was told
+            self.meant = (0, 0)  # up to which step, and which byte, the lines went into means
             self.board: SummaryWriter | None = SummaryWriter(str(folder.tensorboard), purge_step=start + 1)
         self.on_gpu = world.device.type == "cuda"
 
@@ -163,14 +164,20 @@ class Metrics:
 
     def means_since(self, step: int) -> tuple[tuple[float | None, ...], tuple[float, ...]]:
         """Of all steps after ``step`` that are written down: the mean loss of each band of levels, and the images that
-        it is of. Read from the file, which a run that goes on has, too."""
+        it is of. Read from the file, which a run that goes on has, too; but for the first time, only what is new."""
         sums, images = [0.0] * BANDS, [0.0] * BANDS
-        for line in _lines(self.path):
+        last, begin = self.meant if self.meant[0] <= step else (0, 0)
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            whole = file.read().rpartition(b"\n")[0]
+        for line in _lines(whole):
+            last = max(last, line["step"])
             losses, counts = line.get("loss_by_level", ()), line.get("images_by_level", ())
             for band, (loss, count) in enumerate(zip(losses, counts, strict=True)):
                 if loss is not None and line["step"] > step and "skipped" not in line:
                     sums[band] += loss * count
                     images[band] += count
+        self.meant = last, begin + len(whole)
         means = (total / count if count else None for total, count in zip(sums, images, strict=True))
         return tuple(means), tuple(round(count, 4) for count in images)
 
@@ -293,12 +300,14 @@ def cut_after(path: Path, step: int) -> None:
     """Drops the lines of steps beyond ``step``, and a last line that a kill left half-written."""
     if not path.exists():
         return
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= step))
+    write_atomically(
+        path, "".join(json.dumps(line) + "\n" for line in _lines(path.read_bytes()) if line["step"] <= step)
+    )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(content: bytes) -> Iterator[dict[str, Any]]:
     """The lines that have a step."""
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in content.decode("utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
             if isinstance(line["step"], int):

@@ -34,6 +34,7 @@ class Prompts:
         self.run, self.world = run, world
         self.drawings = run.job.sample.drawings
         self._told = ""  # what was last said of the file: each round would say it again
+        self._failed: tuple[int, int] | None = None  # time and size of a file whose prompts could not be encoded
 
     def now(self) -> tuple[Drawing, ...]:
         """The same on every process, all of which ask together. Never raises for what stands in the file."""
@@ -45,6 +46,11 @@ class Prompts:
         return self.drawings
 
     def _look(self, file: Path) -> None:
+        saved = None
+        with suppress(OSError):  # told below
+            saved = file.stat().st_mtime_ns, file.stat().st_size
+        if saved is not None and saved == self._failed:
+            return  # a try takes minutes, in which the GPU waits
         try:
             drawings = tuple(self.run.job.sample.drawing(prompt) for prompt in read_prompts(file))
             if drawings == self.drawings:
@@ -53,12 +59,13 @@ class Prompts:
             self._refuse_larger(drawings)
             self._encode(drawings)
         except (JobError, PromptsError, OSError) as error:
+            self._failed = saved if isinstance(error, EncodingError) else None
             if str(error) != self._told:
                 log.warning("prompts: the last good list is drawn, since %s", error)
             self._told = str(error)
             return
         log.info("prompts: %s has changed, %d are drawn from now on", file.name, len(drawings))
-        self.drawings, self._told = drawings, ""
+        self.drawings, self._told, self._failed = drawings, "", None
 
     def _refuse_larger(self, drawings: tuple[Drawing, ...]) -> None:
         """Raises PromptsError for a picture that the plan has left no memory for."""
@@ -91,7 +98,8 @@ class Prompts:
             child.kill()
             child.wait()
         if Cache(run.cache).missing(texts):
-            raise PromptsError(f"encoding the new ones failed (exit status {child.returncode}); the log has more")
+            told = f"encoding the new ones failed (exit status {child.returncode}); the log has more"
+            raise EncodingError(f"{told}. They are tried again when the file is saved anew")
 
     def _wait(self, child: subprocess.Popen[bytes]) -> None:
         begun = time.monotonic()
@@ -100,9 +108,14 @@ class Prompts:
             if self.world.stop_requested:
                 raise PromptsError("a signal came while new ones were encoded")
             if time.monotonic() - begun > ENCODE_LIMIT:
-                raise PromptsError(f"encoding new ones took more than {ENCODE_LIMIT / 60:.0f} min")
+                told = f"encoding new ones took more than {ENCODE_LIMIT / 60:.0f} min"
+                raise EncodingError(f"{told}. They are tried again when the file is saved anew")
             time.sleep(0.1)
 
 
 class PromptsError(RuntimeError):
     """New prompts that cannot be drawn yet; the message says why."""
+
+
+class EncodingError(PromptsError):
+    """New prompts whose encoding came to nothing: it would come to nothing again."""

@@ -340,7 +340,8 @@ class Training:
         if self.world.leads:
             if validation and validation.best == "output":
                 output = best_of(list_states(self.run.folder.states)[0]) or output
-            publish_output(output, self.run.folder.output / f"{self.run.job.name}.safetensors")
+            target = self.run.folder.output / f"{self.run.job.name}.safetensors"
+            publish_output(output, target, self.world.place.move)
         self.metrics.flush()
         self.metrics.close()
         best = "" if output.step == self.last else f"; the output is step {output.step}, of the lowest validation loss"

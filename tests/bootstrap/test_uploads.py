@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bootstrap.uploads import Record, Uploaded, all_uploaded, missing, newest_pictures, owes_upload
+from bootstrap.uploads import Record, Uploaded, all_uploaded, missing, newest_pictures, owes_upload, unreadable
 from jobs.load import load_job
 from jobs.schema import Output
 from tests.finished_run import finish_run, save_state
@@ -53,6 +53,8 @@ def test_what_a_hand_or_a_kill_left_is_no_upload(tmp_path: Path) -> None:
     (folder.output / "flowers.safetensors").write_text("no weights")
     assert missing(folder, job, Record("me/flowers"), finished=True) == []
     assert not all_uploaded(folder, job)  # which would let the pod be deleted
+    assert unreadable(folder, job) == [folder.output / "flowers.safetensors"]
+    assert owes_upload(folder, job)
 
 
 def test_without_a_repository_nothing_is_owed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.state import MANIFEST, MODEL_FILE
 from bootstrap.volume import Volume
-from entrypoint.states import show_states
+from entrypoint.states import find_state, named_part, show_states
 from tests.states import flip_a_bit, make_state
 
 
@@ -55,3 +55,39 @@ def test_no_states(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = shown(volume, capsys)
     assert code == DONE
     assert lines[0].startswith("no states in ")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("test", ("test", "")),
+        ("test/", ("test", "")),
+        ("test/500", ("test", "500")),
+        ("test/step-000500", ("test", "500")),
+        ("test/all", ("test", "all")),
+        ("test/output", ("test", "output")),
+        ("test/output/test.safetensors", ("test", "output")),
+        ("test/output/other.safetensors", ("test", "output/other.safetensors")),
+        ("runs/test/all", ("test", "all")),
+        ("runs/test/states/all", ("test", "all")),
+        ("runs/test/states/step-000500/model.safetensors", ("test", "500")),
+        ("/", ("/", "")),
+        ("", ("", "")),
+        ("black-forest-labs/FLUX.1-dev", ("black-forest-labs", "FLUX.1-dev")),
+    ],
+)
+@pytest.mark.parametrize("here", [".", "runs", "runs/test", "runs/test/states"])
+def test_names_and_paths_of_parts_of_runs(
+    text: str, meant: tuple[str, str], here: str, volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_state(volume.run("test").states, 500)
+    monkeypatch.chdir(volume.root / here)
+    if text.startswith("black") and here != ".":
+        return  # a path below a run, which is not there
+    assert named_part(volume, text) == meant
+    if meant[0] == "test":
+        absolute = volume.runs / text.removeprefix("runs/")
+        assert named_part(volume, str(absolute)) == meant
+        assert find_state(volume, str(absolute)) == (
+            volume.run("test").states / "step-000500" if meant[1] in ("", "500") else None
+        )

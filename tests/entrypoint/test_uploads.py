@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,27 @@ def test_what_the_hub_refuses_is_held_and_gone_on_with(
     assert run_job(file, volume.root, Stop()) == DONE
     assert all_uploaded(folder, load_job(file).job)
     assert sum(writable.store.received) == sent  # the store had it
+
+
+def test_a_result_that_is_cut_short_is_not_told_as_done(writable: LoopbackHub, tmp_path: Path) -> None:
+    volume, file = finish_run(tmp_path / "volume", output={"hub": "me/flowers", "states": True})
+    folder = volume.run("flowers")
+    output, state = folder.output / RESULT, folder.states / "step-000005" / "model.safetensors"
+    whole = output.read_bytes()
+    output.unlink()  # a link to the last state's
+    output.write_bytes(whole[:-1000])
+    state.write_bytes(b"")
+    for _ in range(2):
+        assert run_job(file, volume.root, Stop()) == ACCESS_REFUSED
+        status = status_of(volume)
+        assert status.phase == "held"
+        assert f"but not on me/flowers: {output} and {state} cannot be read: damaged, or cut short." in status.message
+        assert not all_uploaded(folder, load_job(file).job)
+    assert "states/flowers-000010.safetensors" in writable.repos["me/flowers"].files()  # what is whole is there
+    output.write_bytes(whole)
+    shutil.rmtree(state.parent)
+    assert run_job(file, volume.root, Stop()) == DONE
+    assert all_uploaded(folder, load_job(file).job)
 
 
 def begin(file: Path, volume: Volume) -> subprocess.Popen[bytes]:
@@ -212,6 +234,12 @@ def test_by_hand(writable: LoopbackHub, tmp_path: Path, capsys: pytest.CaptureFi
     for named in ("runs/flowers/step-000005", str(volume.run("flowers").states / "step-000005")):
         assert upload(volume, named, "me/other", True, environ) == DONE
     assert "is on https://huggingface.co/me/other already, verified" in capsys.readouterr().out
+    for named in ("flowers/output", str(volume.run("flowers").output / RESULT)):
+        assert upload(volume, named, "me/other", True, environ) == DONE
+    assert RESULT in repo.files()
+    (volume.run("flowers").output / RESULT).unlink()
+    assert upload(volume, "flowers/output", "me/other", True, environ) == JOB_WRONG
+    assert "flowers/output has nothing to upload" in capsys.readouterr().out
     assert upload(volume, "flowers", "me/other", True, {}) == ACCESS_REFUSED
     assert "neither HF_UPLOAD_TOKEN nor HF_TOKEN is set" in capsys.readouterr().out
 

@@ -185,12 +185,16 @@ def test_names_of_columns(tmp_path: Path, flux_tiny: Path, control: dist.Process
     run, state = make_state(tmp_path, flux_tiny, control, "one")
     volume = Volume(tmp_path)
     output = run.folder.output / "one.safetensors"
-    for name, found in {"one": state.path, "one/3": state.path, "one/all": state.path, "one/output": output}.items():
-        assert list(command.columns(volume, name)) == [found]
+    names = {"": state.path, "/3": state.path, "/states/step-000003": state.path, "/all": state.path, "/output": output}
+    for name, found in names.items():
+        for run_named in ("one", "runs/one", str(run.folder.root)):
+            assert list(command.columns(volume, run_named + name)) == [found]
+    assert list(command.columns(volume, "runs/one/states/all")) == [state.path]
     assert list(command.columns(volume, str(output))) == [output]
-    for name in ("two", "two/all", "one/4", "two/output"):
-        with pytest.raises(NotFoundError):
+    for name in ("two", "two/all", "one/4", "two/output", "runs/two/all"):
+        with pytest.raises(NotFoundError) as told:
             list(command.columns(volume, name))
+        assert "RUN/STEP" in str(told.value)
 
 
 def test_too_little_memory_is_told(

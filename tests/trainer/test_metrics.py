@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bootstrap.volume import RunFolder
 from tests.runs import make_world
+from trainer import metrics as writing
 from trainer.metrics import Metrics, NonFiniteLossError, StepRecord, StepSums, cut_after
 from trainer.world import World
 
@@ -193,6 +194,34 @@ def test_losses_by_level_waits_and_memory(folder: RunFolder, world: World) -> No
     board = EventAccumulator(str(folder.tensorboard))
     board.Reload()
     assert [event.value for event in board.Scalars("train/loss_by_level/0.50-0.75")] == [2.0, 2.0]
+
+
+def test_means_take_what_is_new_of_a_long_file(
+    folder: RunFolder, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = StepSums(world)
+    one = torch.ones(1)
+    sums.add(torch.tensor(0.5), one, one, torch.tensor([0.1]))
+    metrics = Metrics(folder, 0, world, 1)
+    for step in (1, 2, 3):
+        metrics.record(replace(record(step), sums=sums.values))
+    assert metrics.means_since(0)[1] == (2.0, 0.0, 0.0, 0.0)
+    read: list[int] = []
+    lines_of = writing._lines
+    monkeypatch.setattr(writing, "_lines", lambda content: read.append(len(content)) or lines_of(content))
+    metrics.flush()
+    assert metrics.means_since(2)[1] == (1.0, 0.0, 0.0, 0.0)
+    assert metrics.means_since(3)[1] == (0.0,) * 4
+    assert read[0] < folder.metrics.stat().st_size / 2
+    assert read[1] == 0
+    assert metrics.means_since(0)[1] == (3.0, 0.0, 0.0, 0.0)  # the round before was of other pictures
+    with folder.metrics.open("ab") as file:
+        file.write(b'{"step": 4, "loss_by')  # a full volume took half a line
+    assert metrics.means_since(3)[1] == (0.0,) * 4
+    with folder.metrics.open("ab") as file:
+        file.write(b'_level": [1.0], "images_by_level": [2.0]}\n')
+    assert metrics.means_since(3)[1] == (2.0, 0.0, 0.0, 0.0)
+    metrics.close()
 
 
 class FullVolume:

@@ -268,6 +268,34 @@ def test_the_last_good_list_stays(
     assert [each.prompt for each in prompts.now()] == ["a dog"]
 
 
+def test_prompts_that_cannot_be_encoded_are_tried_once(
+    tmp_path: Path,
+    flux_tiny: Path,
+    control: dist.ProcessGroup,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The GPU waits for each try."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("a new one\n")
+    job = make_job(sample=SMALL | {"prompts_file": str(file)})
+    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
+    run = make_run(tmp_path, job, make_weights(flux_tiny))
+    prompts = prompts_of(run, control)
+    monkeypatch.setattr("trainer.prompts.sys.executable", "false")
+    caplog.set_level(logging.INFO)
+    for tries, text in enumerate(("a new one\n", "another new one\n"), start=1):
+        file.write_text(text)
+        for _ in range(3):
+            assert [each.prompt for each in prompts.now()] == ["a cat"]
+        assert caplog.text.count("encoding the new ones on the CPU") == tries
+    assert caplog.text.count("encoding the new ones failed (exit status 1)") == 1
+    assert "tried again when the file is saved anew" in caplog.text
+    encode(run, "another new one")
+    os.utime(file)
+    assert [each.prompt for each in prompts.now()] == ["another new one"]
+
+
 def test_new_prompts_wait_where_memory_is_short(
     tmp_path: Path,
     flux_tiny: Path,
