@@ -3,10 +3,13 @@
 A process of its own beside the trainer, which knows nothing of it and has no key: it reads what stands in the run's
 folder and passes it on. So nothing that W&B does, refuses or waits for reaches a training. How far it has come stands
 in ``wandb.json``: a run that goes on is the same run there, and what could not be passed on is, at the next start.
+W&B takes no step twice. Where steps that it has are done again, as a kill makes it, they come out the same; where the
+job was edited meanwhile they do not, and the line that branches off is another run there, with all that led to it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,10 +29,12 @@ from bootstrap.figures import curves_of
 from bootstrap.outcome import DONE, STOPPED, Outcome
 from bootstrap.remote import shown_path
 from bootstrap.run_file import RunFile
+from bootstrap.state import read_state
 from bootstrap.validation import Round, band_name
 from bootstrap.volume import RunFolder, read_json, write_json
 from entrypoint.launch import child_environment
 from entrypoint.progress import Tail
+from jobs.schema import Job
 
 KEY = "WANDB_API_KEY"
 LOOK_EVERY = 2.0  # seconds
@@ -47,18 +52,29 @@ class Position:
     """``wandb.json``: which run there, and what of this one it has."""
 
     id: str
-    resume_from: int | None = None  # of the job: a line that branches off is another run there
+    resume_from: int | None = None  # of the job
+    branch: int | None = None  # the step at which this line left one that went further; None for the first line
+    job: str = ""  # digest of what decides how the steps come out
     step: int = 0
     validation: int = -1  # step of the last round
     samples: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: Path, resume_from: int | None) -> Position:
-        value = read_json(path)
+    def read(cls, run: RunFile, start: int) -> Position:
+        """Where a start that goes on from step ``start`` is to go on there."""
+        value, job = read_json(run.folder.wandb_position), job_digest(run.job)
         with suppress(TypeError, KeyError):
-            if isinstance(value, dict) and value.get("resume_from") == resume_from:
-                return cls(**value | {"samples": tuple(value["samples"])})
-        return cls(uuid4().hex[:12], resume_from)
+            known = cls(**value | {"samples": tuple(value["samples"])})
+            if known.resume_from == run.job.resume_from and (known.step <= start or known.job == job):
+                return replace(known, job=job)
+            return cls(uuid4().hex[:12], run.job.resume_from, start, job)
+        return cls(uuid4().hex[:12], run.job.resume_from, run.job.resume_from, job)
+
+
+def job_digest(job: Job) -> str:
+    """The same for jobs whose steps come out the same."""
+    told = job.model_dump_json(exclude={"notify", "output", "when_done", "save", "sample", "resume_from"})
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 @dataclass
@@ -69,6 +85,7 @@ class Mirror:
     position: Position
     log: Callable[[Mapping[str, Any]], None]
     picture: Callable[[Path], Any]
+    stale: int = 0  # the inode of metrics from before this start, of which the trainer first cuts off what is done anew
     metrics: Tail = field(init=False)
     rounds: Tail = field(init=False)
 
@@ -77,7 +94,9 @@ class Mirror:
 
     def pass_on(self) -> None:
         """What was added since the last time; how far it is, is written down then."""
-        before = self.position
+        if self.stale and inode_of(self.folder.metrics) in (self.stale, 0):
+            return
+        self.stale, before = 0, self.position
         for line in self._lines(self.metrics):
             if line["step"] > self.position.step:
                 self.log({"step": line["step"]} | dict(curves_of(line)))
@@ -110,6 +129,14 @@ class Mirror:
                     yield line
 
 
+def inode_of(path: Path) -> int:
+    """0 where it is not there."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
 def settings_of(run: RunFile) -> dict[str, Any]:
     """The job and its plan, as W&B shows them; without addresses, which may be as good as passwords."""
     job = run.job.model_dump(mode="json", exclude={"notify"})
@@ -121,7 +148,7 @@ def settings_of(run: RunFile) -> dict[str, Any]:
 # ---------------------------------------------------------------- the process
 
 
-def mirror(run: RunFile, ended: Event, say: Say) -> None:
+def mirror(run: RunFile, ended: Event, say: Say, stale: int = 0) -> None:
     """Passes a run on until ``ended``; what goes wrong is told, and tried again later."""
     try:
         import wandb
@@ -130,7 +157,7 @@ def mirror(run: RunFile, ended: Event, say: Say) -> None:
         return
     while True:
         try:
-            _mirror(wandb, run, ended, say)
+            _mirror(wandb, run, ended, say, stale)
             return
         except Exception as error:  # whatever it is: a training goes on beside it
             reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -141,12 +168,12 @@ def mirror(run: RunFile, ended: Event, say: Say) -> None:
             return
 
 
-def _mirror(wandb: Any, run: RunFile, ended: Event, say: Say) -> None:
+def _mirror(wandb: Any, run: RunFile, ended: Event, say: Say, stale: int) -> None:
     folder = run.folder
-    position = Position.read(folder.wandb_position, run.job.resume_from)
+    position = Position.read(run, read_state(run.resume).step if run.resume else 0)
     write_json(folder.wandb_position, asdict(position))
     folder.wandb.mkdir(exist_ok=True)
-    name = run.job.name if position.resume_from is None else f"{run.job.name} from {position.resume_from}"
+    name = run.job.name if position.branch is None else f"{run.job.name} from {position.branch}"
     quiet = {"console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_meta": True}
     there = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "fluxpod",
@@ -159,7 +186,7 @@ def _mirror(wandb: Any, run: RunFile, ended: Event, say: Say) -> None:
     )
     say(f"wandb: {there.url or f'offline, in {folder.wandb}'}")
     there.define_metric("*", step_metric="step")
-    passing = Mirror(folder, position, there.log, lambda path: wandb.Image(str(path)))
+    passing = Mirror(folder, position, there.log, lambda path: wandb.Image(str(path)), stale)
     while not ended.wait(LOOK_EVERY):
         passing.pass_on()
     passing.pass_on()
@@ -176,7 +203,8 @@ def mirrored(run: RunFile, environ: Mapping[str, str], hurry: Callable[[], bool]
     kept = child_environment(run, environ) | {KEY: environ[KEY], "WANDB_ERROR_REPORTING": "false"}
     try:
         with run.folder.log.open("ab") as log:
-            command = [sys.executable, "-m", "entrypoint.mirror", str(run.folder.run_file)]
+            stale = str(inode_of(run.folder.metrics))
+            command = [sys.executable, "-m", "entrypoint.mirror", str(run.folder.run_file), stale]
             pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
             child = subprocess.Popen(command, env=kept, start_new_session=True, **pipes)  # type: ignore[call-overload]
     except OSError as error:
@@ -197,7 +225,7 @@ def mirrored(run: RunFile, environ: Mapping[str, str], hurry: Callable[[], bool]
             child.wait()
 
 
-def main(run_file: Path) -> int:
+def main(run_file: Path, stale: int) -> int:
     key = os.environ.get(KEY, "")
     os.nice(10)  # the CPUs are the trainer's
     ended = Event()
@@ -212,9 +240,9 @@ def main(run_file: Path) -> int:
         print(time.strftime("%H:%M:%S ") + (line.replace(key, "***") if key else line), flush=True)
 
     Thread(target=wait_for_the_end, daemon=True).start()
-    mirror(RunFile.read(run_file), ended, say)
+    mirror(RunFile.read(run_file), ended, say, stale)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -19,8 +19,9 @@ from bootstrap.run_file import RunFile
 from bootstrap.validation import Round
 from bootstrap.volume import RunFolder, read_json
 from entrypoint import mirror as mirroring
-from entrypoint.mirror import Mirror, Position, mirror, mirrored, settings_of
+from entrypoint.mirror import Mirror, Position, inode_of, mirror, mirrored, settings_of
 from tests.runs import make_job, make_run
+from trainer.metrics import cut_after
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -38,13 +39,19 @@ class There:
 
     lines: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def mirror(self, folder: RunFolder, resume_from: int | None = None) -> Mirror:
-        position = Position.read(folder.wandb_position, resume_from)
-        return Mirror(folder, position, self.lines.append, lambda path: path.name)
+    def mirror(self, run: RunFile, start: int = 0, **keys: Any) -> Mirror:
+        position = Position.read(replace(run, job=make_job(**keys)), start)
+        stale = inode_of(run.folder.metrics)
+        return Mirror(run.folder, position, self.lines.append, lambda path: path.name, stale)
 
     @property
     def steps(self) -> list[int]:
         return [line["step"] for line in self.lines]
+
+
+def begin_trainer(folder: RunFolder, start: int) -> None:
+    """What it does first of all with the metrics."""
+    cut_after(folder.metrics, start)
 
 
 def add_steps(folder: RunFolder, *steps: int) -> None:
@@ -57,7 +64,7 @@ def add_steps(folder: RunFolder, *steps: int) -> None:
 
 def test_steps_rounds_and_samples_are_passed_on_once(run: RunFile) -> None:
     there, folder = There(), run.folder
-    passing = there.mirror(folder)
+    passing = there.mirror(run)
     passing.pass_on()
     assert there.lines == []
     add_steps(folder, 1, 2)
@@ -90,29 +97,47 @@ LISTS = {
 
 def test_a_run_that_goes_on_is_the_same_run_there_and_repeats_nothing(run: RunFile) -> None:
     there, folder = There(), run.folder
-    first = there.mirror(folder)
+    first = there.mirror(run)
     add_steps(folder, 1, 2, 3)
     first.pass_on()
-    folder.metrics.write_text(
-        "".join(folder.metrics.read_text().splitlines(keepends=True)[:2])
-    )  # killed; going on at 2
-    again = there.mirror(folder)
+    again = there.mirror(run, start=2, save={"every": 7})  # killed; going on at 2
     assert again.position.id == first.position.id
+    begin_trainer(folder, 2)
     add_steps(folder, 3, 4)
     again.pass_on()
     assert there.steps == [1, 2, 3, 4]
+    assert there.mirror(run, start=4, learning_rate=3e-5).position.id == first.position.id  # nothing is done twice
+
+
+def test_steps_that_an_edited_job_does_again_are_another_run_there(run: RunFile) -> None:
+    there, folder = There(), run.folder
+    first = there.mirror(run)
+    add_steps(folder, 1, 2, 3)
+    first.pass_on()
+    edited: dict[str, Any] = {"start": 2, "learning_rate": 3e-5}
+    branch = there.mirror(run, **edited)
+    assert (branch.position.id != first.position.id, branch.position.branch) == (True, 2)
+    branch.pass_on()
+    assert there.steps == [1, 2, 3]  # step 3 is still that of the old job
+    begin_trainer(folder, 2)
+    add_steps(folder, 3)
+    branch.pass_on()
+    assert there.steps == [1, 2, 3, 1, 2, 3]
+    assert there.mirror(run, **edited).position == branch.position  # killed before it saved
 
 
 def test_a_line_that_branches_off_is_another_run_there(run: RunFile) -> None:
     there, folder = There(), run.folder
-    first = there.mirror(folder)
+    first = there.mirror(run)
     add_steps(folder, 1, 2, 3)
     first.pass_on()
-    branch = there.mirror(folder, resume_from=1)
+    branch = there.mirror(run, start=1, resume_from=1)
     assert branch.position.id != first.position.id
+    assert branch.position.branch == 1
+    begin_trainer(folder, 1)
     branch.pass_on()
-    assert there.steps == [1, 2, 3, 1, 2, 3]
-    assert there.mirror(folder, resume_from=1).position == branch.position
+    assert there.steps == [1, 2, 3, 1]
+    assert there.mirror(run, start=1, resume_from=1).position == branch.position
 
 
 def test_damaged_lines_are_passed_over(run: RunFile) -> None:
@@ -120,7 +145,9 @@ def test_damaged_lines_are_passed_over(run: RunFile) -> None:
     run.folder.metrics.write_text('{"step": "x"}\n[]\nnonsense\n{"step": 1, "loss": 0.5}\n{"step": 2')
     run.folder.validation.write_text('{"step": 1}\n')
     run.folder.wandb_position.write_text('{"id": 1}')
-    there.mirror(run.folder).pass_on()
+    passing = there.mirror(run)
+    passing.stale = 0
+    passing.pass_on()
     assert there.lines == [{"step": 1, "train/loss": 0.5}]
 
 
@@ -173,6 +200,7 @@ def test_the_real_library_keeps_a_run_and_no_secret(run: RunFile) -> None:
         deadline = time.monotonic() + 60
         while not (kept := list(run.folder.wandb.rglob("run-*.wandb"))) and time.monotonic() < deadline:
             time.sleep(0.1)
+        begin_trainer(run.folder, 2)
         add_steps(run.folder, 3)
     (file,) = kept
     position = read_json(run.folder.wandb_position)
