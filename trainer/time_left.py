@@ -1,9 +1,9 @@
 """How long the rest of a run will take: its steps by what those so far took, and its samples, rounds of validation and
 saves by the last ones, or, before the first, by a guess.
 
-Compiling is left out of what was measured: it comes once for each size. Steps are measured by the pixels they hold,
-since one of 1024 px takes four to five times as long as one of 512, and the first twentieth of a run has seen more of
-one than of the other.
+Compiling is left out of what was measured: it comes once for each size. A step is taken to cost something for itself
+and something for each of its pixels, since one of 1024 px takes two to five times as long as one of 512 (the update and
+the captions cost the same), and the first twentieth of a run has seen more of one than of the other.
 """
 
 from __future__ import annotations
@@ -49,17 +49,23 @@ class TimeLeft:
         pace = self._pace()
         if pace is None:
             return None
-        training = pace * (self.done[-1] - self.done[step])
-        counts = self._pauses(step, training)
-        return training + sum(count * self._cost(kind, pace) for kind, count in counts.items())
+        a_step, a_pixel = pace
+        training = a_step * (self.run.plan.steps - step) + a_pixel * (self.done[-1] - self.done[step])
+        counts, usual = self._pauses(step, training), a_pixel + a_step * self.run.plan.steps / self.done[-1]
+        return training + sum(count * self._cost(kind, usual) for kind, count in counts.items())
 
-    def _pace(self) -> float | None:
-        """Seconds a pixel."""
+    def _pace(self) -> tuple[float, float] | None:
+        """Seconds a step, and seconds a pixel beside it: the straight line of least squares, neither below zero."""
         if len(self.steps) < LEAST:
             return None
-        usual = statistics.median(seconds / pixels for seconds, pixels in self.steps)
-        counted = [each for each in self.steps if each[0] <= UNUSUAL * usual * each[1]]
-        return sum(seconds for seconds, _ in counted) / sum(pixels for _, pixels in counted)
+        a_pixel = statistics.median(seconds / pixels for seconds, pixels in self.steps)
+        a_step = statistics.median(seconds for seconds, _ in self.steps)
+        counted = [each for each in self.steps if each[0] <= UNUSUAL * max(a_step, a_pixel * each[1])]
+        seconds, pixels = (statistics.fmean(each) for each in zip(*counted, strict=True))
+        spread = sum((each - pixels) ** 2 for _, each in counted)
+        together = sum((took - seconds) * (each - pixels) for took, each in counted)
+        a_pixel = min(max(0.0, together / spread), seconds / pixels) if spread else seconds / pixels
+        return seconds - a_pixel * pixels, a_pixel
 
     def _pauses(self, step: int, training: float) -> dict[Pause, int]:
         """Of each kind, how many are still to come."""

@@ -89,6 +89,19 @@ def test_a_run_that_goes_on_guesses_what_it_has_not_seen_yet(tmp_path: Path, mon
     assert made(run, 0).after(400) is None
 
 
+def test_a_step_costs_something_whatever_it_holds(tmp_path: Path) -> None:
+    """Updates and captions do: a step of small pictures is no hiccup, and one of large ones no four small ones."""
+    run = make_run(tmp_path, make_job(), steps=1000)
+    chance = random.Random(7)
+    pixels = [chance.choice((512, 512, 1024)) ** 2 for _ in range(1000)]
+    took = [1.0 + 1e-7 * each * chance.uniform(0.9, 1.1) for each in pixels]
+    left = TimeLeft(run, pixels, tried=0, save=0)
+    for step in range(1, 1000):
+        left.step(took[step - 1], pixels[step - 1])
+        if step >= 50:
+            assert left.after(step) == pytest.approx(sum(took[step:]), rel=0.02)
+
+
 def test_a_hiccup_is_not_expected_again(tmp_path: Path) -> None:
     run = make_run(tmp_path, make_job(), steps=100)
     left = TimeLeft(run, [100] * 100, tried=0, save=0)
