@@ -37,6 +37,7 @@ class Picture:
     step: int
     file: Path
     prompt: str
+    settings: str = ""  # of drawing
 
     @property
     def path(self) -> str:
@@ -46,7 +47,8 @@ class Picture:
     def of(cls, step: int, file: Path) -> Picture:
         try:
             with Image.open(file) as image:
-                return cls(step, file, str(image.info.get("prompt", "")))
+                settings = str(image.info.get("settings", "")).removeprefix(f"step {step}, ")
+                return cls(step, file, str(image.info.get("prompt", "")), settings)
         except (OSError, UnidentifiedImageError):
             return cls(step, file, "")
 
@@ -119,7 +121,7 @@ def _triggers(job: Job) -> list[str]:
 def _base_in_words(facts: Facts) -> str:
     if facts.base_repo:
         return f"[{facts.base_repo}](https://huggingface.co/{facts.base_repo})"
-    return "a toy of random weights" if facts.toy else f"`{Path(facts.job.base).name}`, a file"
+    return "a toy" if facts.toy else f"`{Path(facts.job.base).name}`, a file"
 
 
 def _what_it_is(facts: Facts) -> str:
@@ -147,13 +149,13 @@ def _licence_in_words(facts: Facts) -> str:
 
 def _samples(facts: Facts) -> list[str]:
     newest = [picture for picture in facts.pictures if picture.step]
-    first = {picture.file.name.rpartition("-")[2]: picture for picture in facts.pictures if not picture.step}
+    first = {(each.prompt, each.settings): each for each in facts.pictures if not each.step}
     if not newest:
         return []
     columns = ["prompt", f"step {newest[0].step}", *["before training"] * bool(first)]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for picture in newest:
-        before = first.get(picture.file.name.rpartition("-")[2])
+        before = first.get((picture.prompt, picture.settings))  # of an edited file of prompts it may be another's
         cells = [_cell(picture.prompt), f"![sample]({picture.path})"]
         cells += [f"![the same before training]({before.path})" if before else ""] * bool(first)
         lines.append(f"| {' | '.join(cells)} |")

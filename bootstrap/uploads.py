@@ -151,11 +151,12 @@ def owes_upload(folder: RunFolder, job: Job) -> bool:
     return bool(_lacking(folder, job, Record.read(folder, job.output.hub), finished=True))
 
 
-def newest_pictures(folder: RunFolder) -> list[Picture]:
-    """The samples of the newest round, and those of the first, drawn before training, for comparison."""
+def pictures_of(folder: RunFolder, step: int) -> list[Picture]:
+    """The samples of the weights of ``step``, or of the last round before it, and those of the first, drawn before
+    training, for comparison."""
     rounds: dict[int, list[Path]] = {}
     for path in sorted(folder.samples.glob("step-*.png")) if folder.samples.is_dir() else []:
         if found := _SAMPLE.fullmatch(path.name):
             rounds.setdefault(int(found[1]), []).append(path)
-    steps = dict.fromkeys([max(rounds), 0]) if rounds else {}
-    return [Picture.of(step, path) for step in steps for path in rounds.get(step, ())[:MOST_PICTURES]]
+    steps = dict.fromkeys([max((each for each in rounds if each <= step), default=0), 0])
+    return [Picture.of(each, path) for each in steps for path in rounds.get(each, ())[:MOST_PICTURES]]

@@ -62,7 +62,8 @@ class Position:
     @classmethod
     def read(cls, run: RunFile, start: int) -> Position:
         """Where a start that goes on from step ``start`` is to go on there."""
-        value, job = read_json(run.folder.wandb_position), job_digest(run.job)
+        value: Any = read_json(run.folder.wandb_position)
+        job = job_digest(run.job)
         with suppress(TypeError, KeyError):
             known = cls(**value | {"samples": tuple(value["samples"])})
             if known.resume_from == run.job.resume_from and (known.step <= start or known.job == job):

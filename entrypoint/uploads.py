@@ -22,7 +22,7 @@ from bootstrap.run_file import RunFile
 from bootstrap.send import Parcel
 from bootstrap.state import list_states
 from bootstrap.transfers import SEND, Patience, Transfers
-from bootstrap.uploads import Piece, Record, Uploaded, missing, newest_pictures, state_path, unreadable
+from bootstrap.uploads import Piece, Record, Uploaded, missing, pictures_of, state_path, unreadable
 from bootstrap.volume import RunFolder, Volume
 from entrypoint.states import OUTPUT, named_part
 from jobs.problem import JobError
@@ -134,17 +134,18 @@ class Uploads:
     def _bring(self, piece: Piece, transfers: Transfers) -> None:
         record, begun = Record.read(self.folder, self.repo), time.monotonic()
         self.line = f"uploading {piece.path}"
-        done = transfers.send(self._parcel(piece, record), f"upload: {piece.path}")
+        parcel = self._parcel(piece, record)
+        done = transfers.send(parcel, f"upload: {piece.path}")
         file = Uploaded(done["sha256"], piece.size, piece.modified, done["commit"])
         record.with_file(piece.path, file, done["card"]).write(self.folder)
         took = time.monotonic() - begun
-        if not done["card"]:
+        if parcel.card and not done["card"]:
             self.say(f"upload: README.md of {self.repo} was edited there and stays as it is")
         what = f"{piece.size / 1e9:.2f} GB in {took:.0f} s, sha256 verified"
         self.say(f"upload: {piece.path} is on https://huggingface.co/{self.repo}: {what}")
 
     def _parcel(self, piece: Piece, record: Record) -> Parcel:
-        pictures = newest_pictures(self.folder)
+        pictures = pictures_of(self.folder, piece.step)
         facts = Facts(
             job=self.job,
             repo=self.repo,
@@ -157,6 +158,8 @@ class Uploads:
             pictures=tuple(pictures),
             toy=self._base.kind == "embedded",
         )
+        finished = f"{self.job.name}.safetensors"
+        tells = piece.path == finished or finished not in record.files  # else the card is the finished file's
         return Parcel(
             repo=self.repo,
             path=piece.path,
@@ -165,7 +168,7 @@ class Uploads:
             message=f"{self.job.name}: {piece.step} steps",
             sha256=record.known_sha256(piece.file),
             pictures={picture.path: str(picture.file) for picture in pictures},
-            card=model_card(facts),
+            card=model_card(facts) if tells else "",
             known_card=record.card,
         )
 

@@ -59,4 +59,5 @@ def draw_samples(folder: RunFolder) -> None:
     for step in (0, *STEPS):
         notes = PngInfo()
         notes.add_itxt("prompt", "pprflwr in the rain")
+        notes.add_itxt("settings", f"step {step}, seed 42")
         Image.new("RGB", (32, 32), (step, 90, 30)).save(folder.samples / f"step-{step:06d}-00.png", pnginfo=notes)

@@ -108,3 +108,12 @@ def test_without_samples_and_triggers() -> None:
     card = model_card(facts(job=FULL, pictures=()))
     assert "widget" not in metadata(card)
     assert "## Samples" not in card
+
+
+def test_what_was_drawn_before_training_is_shown_beside_the_same_only() -> None:
+    """A file of prompts may be edited while a run trains."""
+    pictures = [Picture(9, Path("step-000009-00.png"), RAIN, "seed 1"), Picture(9, Path("step-000009-01.png"), "b", "")]
+    first = [Picture(0, Path("step-000000-00.png"), RAIN, "seed 2"), Picture(0, Path("step-000000-01.png"), "a", "")]
+    assert "the same before training" not in model_card(facts(pictures=(*pictures, *first)))
+    moved = Picture(0, Path("step-000000-07.png"), "b", "")
+    assert "![the same before training](samples/step-000000-07.png)" in model_card(facts(pictures=(*pictures, moved)))

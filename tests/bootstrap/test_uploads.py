@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bootstrap.uploads import Record, Uploaded, all_uploaded, missing, newest_pictures, owes_upload, unreadable
+from bootstrap.uploads import Record, Uploaded, all_uploaded, missing, owes_upload, pictures_of, unreadable
 from jobs.load import load_job
 from jobs.schema import Output
 from tests.finished_run import finish_run, save_state
@@ -64,16 +64,18 @@ def test_without_a_repository_nothing_is_owed(tmp_path: Path) -> None:
     assert not all_uploaded(folder, job)
 
 
-def test_pictures_of_the_newest_round_and_of_the_first(tmp_path: Path) -> None:
+def test_pictures_of_a_steps_weights_and_of_the_first(tmp_path: Path) -> None:
     volume, _ = finish_run(tmp_path)
     folder = volume.run("flowers")
     save_state(folder, 15)
     (folder.samples / ".step-000020-00.png.part").write_bytes(b"half")
     (folder.samples / "step-000010-01.png").write_bytes(b"damaged")
-    found = [(picture.path, picture.prompt) for picture in newest_pictures(folder)]
+    found = [(picture.path, picture.prompt) for picture in pictures_of(folder, 15)]
     rain = "pprflwr in the rain"
     assert found == [
         ("samples/step-000010-00.png", rain),
         ("samples/step-000010-01.png", ""),
         ("samples/step-000000-00.png", rain),
     ]
+    best = [(picture.path, picture.settings) for picture in pictures_of(folder, 9)]
+    assert best == [("samples/step-000005-00.png", "seed 42"), ("samples/step-000000-00.png", "seed 42")]

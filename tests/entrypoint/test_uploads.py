@@ -106,6 +106,22 @@ def test_what_the_hub_refuses_is_held_and_gone_on_with(
     assert sum(writable.store.received) == sent  # the store had it
 
 
+def test_the_card_is_that_of_the_finished_file(writable: LoopbackHub, tmp_path: Path) -> None:
+    """Of the best state and its own samples, whatever else is uploaded after it."""
+    volume, file = finish_run(tmp_path / "volume", output={"hub": "me/flowers", "states": True})
+    folder = volume.run("flowers")
+    (folder.output / RESULT).unlink()
+    os.link(folder.states / "step-000005" / "model.safetensors", folder.output / RESULT)
+    assert run_job(file, volume.root, Stop()) == DONE
+    files = writable.repos["me/flowers"].files()
+    assert "states/flowers-000010.safetensors" in files
+    card = files["README.md"].read_text()
+    assert "after 5 steps" in card
+    assert "samples/step-000005-00.png" in card
+    assert "step-000010" not in card
+    assert "was edited there" not in folder.log.read_text()
+
+
 def test_a_result_that_is_cut_short_is_not_told_as_done(writable: LoopbackHub, tmp_path: Path) -> None:
     volume, file = finish_run(tmp_path / "volume", output={"hub": "me/flowers", "states": True})
     folder = volume.run("flowers")
