@@ -344,8 +344,10 @@ class Training:
             publish_output(output, target, self.world.place.move)
         self.metrics.flush()
         self.metrics.close()
-        best = "" if output.step == self.last else f"; the output is step {output.step}, of the lowest validation loss"
-        return Outcome(DONE, f"all {self.last} steps are done{best}", self.last)
+        done = f"all {self.last} steps are done"
+        if output.step != self.last:
+            done += f"; the output is step {output.step}, of the lowest validation loss of those saved"
+        return Outcome(DONE, done, self.last)
 
 
 def update_in_backward(

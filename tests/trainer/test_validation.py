@@ -128,7 +128,8 @@ def test_the_best_state_is_kept_and_made_the_output(volume: Volume) -> None:
     assert (kept.step, kept.manifest.validation.loss) == (1, found[1].loss)
     assert not kept.resumable  # of its weights, not of the optimizer
     assert each.output.samefile(kept.model)
-    assert each.outcome.reason == "all 3 steps are done; the output is step 1, of the lowest validation loss"
+    told = "the output is step 1, of the lowest validation loss of those saved"
+    assert each.outcome.reason == f"all 3 steps are done; {told}"
 
 
 def test_a_fraction_is_never_trained_on(volume: Volume) -> None:
