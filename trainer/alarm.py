@@ -21,6 +21,7 @@ LEAST_PATCHES = 576  # 384 x 384 pixels: with fewer, neighbours say too little
 # of diagrams. Decoded noise has 0.1 and less, of which the VAE's blur is a part (measured with flux-tiny's VAE).
 APART = 2
 LEAST_CORRELATION = 0.2
+HARMLESS = ("warmup", "images_per_step", "datasets")  # what is doubted of these costs time, and breaks no model
 LEAST_ROUGHNESS = 8.0  # of 255: a smoother picture is no noise
 
 
@@ -58,10 +59,10 @@ def alarm_text(step: int, faults: Mapping[int, Fault], count: int, job: Job) -> 
 
 def usual_causes(job: Job) -> str:
     """The settings that ruin a model, those of this job first that are known for it."""
-    doubts = [f"{'.'.join(map(str, finding.path))}: {finding.message}" for finding in rules.doubts(job)]
-    if doubts:
-        return f"Usual causes, in this job: {'; '.join(doubts)}."
-    return (
-        f"Usual causes: learning_rate ({job.learning_rate:g}) too high for {job.optimizer} or for this many steps; "
-        "broken pictures or captions. Go back to an earlier state (resume_from) with a lower learning_rate."
-    )
+    doubts = [finding for finding in rules.doubts(job) if finding.path[0] not in HARMLESS]
+    causes = [f"{'.'.join(map(str, finding.path))}: {finding.message}" for finding in doubts]
+    if all(finding.path[-1] != "learning_rate" for finding in doubts):
+        causes.append(f"learning_rate ({job.learning_rate:g}) too high for {job.optimizer} or for this many steps")
+    causes.append("broken pictures or captions")
+    back = "Go back to an earlier state (resume_from) with a lower learning_rate."
+    return f"Usual causes{', in this job' * bool(doubts)}: {'; '.join(causes)}. {back}"

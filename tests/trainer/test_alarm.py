@@ -59,6 +59,7 @@ def test_small_pictures_are_not_called_noise() -> None:
     [
         ({"base": "black-forest-labs/FLUX.1-dev", "learning_rate": 1e-2}, "learning_rate: 0.01 is for method full so"),
         ({"guidance": 3.5}, "guidance: 3.5 in training washes the model out"),
+        ({"guidance": 3.5}, "learning_rate (1e-05) too high for AdamW8bit"),
         ({}, "learning_rate (1e-05) too high for AdamW8bit"),
     ],
 )
@@ -66,3 +67,9 @@ def test_the_alarm_names_the_settings_that_cause_it(keys: dict[str, object], tol
     text = alarm_text(250, {1: "black", 2: "flat"}, 3, make_job(**keys))
     assert text.startswith("2 of 3 samples of step 250 are black and flat. Usual causes")
     assert told in text
+
+
+def test_the_alarm_names_nothing_that_breaks_no_model() -> None:
+    text = alarm_text(6, {0: "black"}, 1, make_job(steps=12, warmup=100, learning_rate=0.3))
+    assert "warmup" not in text
+    assert "Usual causes: learning_rate (0.3) too high" in text
