@@ -6,7 +6,8 @@ so q, k and v of rank r become one of rank 3r, and a single block's linear1 one 
 modules and no alpha: the scale is multiplied into the up matrices.
 
 Read are both of them, fused matrices whose parts share one down matrix (kohya's trainer), and any spelling of either's
-modules: with dots or underscores, under the usual prefixes. What is not understood is an error, never passed over.
+modules: with dots or underscores, under the usual prefixes. What is not understood is an error, never passed over; a
+LoRA of the text encoders beside that of the transformer is left out, which ``left_out`` tells.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ _OTHER_KINDS = {  # what a name holds that is no LoRA of the transformer
     "hada_": "a LoHa, which is no LoRA",
     "oft_": "an OFT, which is no LoRA",
     "glora": "a GLoRA, which is no LoRA",
-    "lora_te": "weights of a text encoder",
-    "text_encoder": "weights of a text encoder",
     ".processor.": "XLabs' own layout",
     ".diff": "whole differences beside the LoRA",
     ".bias": "changed biases beside the LoRA",
     "norm": "changed norms beside the LoRA",
     "lora_mid": "a LoRA of convolutions",
 }
+# What other tools train along with the transformer, in whatever layout: the encoders stay as they are here.
+_OF_TEXT_ENCODERS = re.compile(r"(base_model\.model\.)?(lora_te\d?_|lycoris_te\d?_|text_encoders?(_\d)?\.)")
 LISTED = 5  # names in a message; the rest is counted
 
 
@@ -234,8 +235,14 @@ def is_lora(names: Iterable[str]) -> bool:
     return any(".lora_" in name or ".lora." in name or name.startswith("lora_") for name in names)
 
 
+def left_out(path: Path) -> str:
+    """What of a LoRA's file ``read_lora`` leaves out, in words; "" where that is nothing. Raises TensorFileError."""
+    count = sum(bool(_OF_TEXT_ENCODERS.match(name)) for name in read_header(path).tensors)
+    return f"{path} holds a LoRA of text encoders too ({count} tensors), which is left out" if count else ""
+
+
 def read_lora(path: Path, ranks: Mapping[str, int] | None = None) -> Adapter:
-    """The LoRA in a file; ``ranks`` of its layers, where they are known, tell how a fused matrix was made.
+    """The transformer's LoRA in a file; ``ranks`` of its layers, where known, tell how a fused matrix was made.
 
     Raises LoraFileError, with all that is wrong, and TensorFileError for what is no safetensors file.
     """
@@ -265,7 +272,7 @@ def adapter_of(
             adapter[module] = part
     problems.raise_if_any()
     if not adapter:
-        raise LoraFileError("it holds no LoRA weights")
+        raise LoraFileError("it holds no LoRA weights of the transformer")
     return adapter
 
 
@@ -298,6 +305,8 @@ def _layers(tensors: Mapping[str, torch.Tensor], problems: _Problems) -> dict[st
     _, ours, theirs = _modules(min(1 + max(numbers, default=0), _MOST_BLOCKS))
     layers: dict[str, _Layer] = {}
     for name, tensor in tensors.items():
+        if _OF_TEXT_ENCODERS.match(name):
+            continue
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         stem = name.removesuffix(ending) if ending else name
         plain = [stem.removeprefix(prefix) for prefix in _PREFIXES if stem.startswith(prefix)]

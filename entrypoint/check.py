@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from bootstrap.assistant import assistant_bytes, find_assistant
-from bootstrap.doubts import doubts_of_base, doubts_of_pictures
+from bootstrap.doubts import doubts_of_base, doubts_of_pictures, doubts_of_start
 from bootstrap.estimate import in_gib, in_time
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB, MOST_GPUS, counted, find_gpu, nearest_names
@@ -24,7 +24,7 @@ from bootstrap.outcome import ACCESS_REFUSED, DONE, JOB_WRONG, POD_WRONG, Access
 from bootstrap.plan import DataSummary, Plan, make_plan, predict
 from bootstrap.pod import Gpu, Pod, read_pod
 from bootstrap.prompts import with_prompts
-from bootstrap.resume import beyond, resume_problems
+from bootstrap.resume import beyond, refuse_absent_adapter, refuse_unlike_adapter, resume_problems
 from bootstrap.room import refuse_without_room
 from bootstrap.shortage import read_failed
 from bootstrap.state import list_states
@@ -64,7 +64,8 @@ def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path
     job, file = loaded.job, job_path.name
     _warn(loaded, file, loaded.warnings)
     job, unreadable = _prompts(job, volume)
-    base, problems = _base_shape(job, volume)
+    known, problems = _base_shape(job, volume)
+    base = known or FluxShape()
     problems += unreadable
     warn = partial(_warn, loaded, file)
     warn(doubts_of_base(job, base) if not problems else [])
@@ -73,6 +74,7 @@ def check(job_path: Path, volume: Volume, pods: str | None = None, preview: Path
     data, more = _data(job, volume, preview, warn)
     problems += more
     try:
+        _start(job, known, volume, warn)
         assistant = _assistant(job, base, volume)
         if named:
             code = _compare(job, named, base, data, assistant)
@@ -116,17 +118,27 @@ def _prompts(job: Job, volume: Volume) -> tuple[Job, tuple[Problem, ...]]:
         return job, error.problems
 
 
-def _base_shape(job: Job, volume: Volume) -> tuple[FluxShape, tuple[Problem, ...]]:
-    """The base's dimensions, or FLUX.1-dev's while they cannot be known."""
+def _base_shape(job: Job, volume: Volume) -> tuple[FluxShape | None, tuple[Problem, ...]]:
+    """The base's dimensions; None while they cannot be known, and FLUX.1-dev's count."""
     from bootstrap.weights import peek_shape  # loads slowly, and a wrong job should be told at once
 
     try:
         shape = peek_shape(job.base, volume)
     except JobError as error:
-        return FluxShape(), error.problems
+        return None, error.problems
     if shape is None:
         print(f"note: the dimensions of {job.base} are not known before it is fetched; counted like FLUX.1-dev.")
-    return shape or FluxShape(), ()
+    return shape, ()
+
+
+def _start(job: Job, base: FluxShape | None, volume: Volume, warn: Callable[[list[Problem]], None]) -> None:
+    """What is to be said of lora.start, where a run would begin from it. Raises JobError."""
+    if any(state.resumable for state in list_states(volume.run(job.name).states)[0]):
+        return
+    refuse_absent_adapter(job, volume)
+    if base is not None:
+        refuse_unlike_adapter(job, volume, base)
+        warn(doubts_of_start(job, volume))
 
 
 def _assistant(job: Job, base: FluxShape, volume: Volume) -> int:

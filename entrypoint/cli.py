@@ -169,7 +169,7 @@ def _model_commands(commands: Any) -> None:
     extract.add_argument("tuned", help=f"the fine-tune: {named}")
     extract.add_argument("--base", required=True, help=f"what it was made from: {named}, or a fetched hub id")
     extract.add_argument("--rank", type=int, default=64, help="more holds more of the change (64)")
-    extract.add_argument("--targets", default="all-linear", help="as lora.targets; patterns with commas between them")
+    extract.add_argument("--targets", default="all-linear", help="names and patterns of lora.targets, with + between")
     extract.add_argument("--to", type=Path, required=True, metavar="FILE")
     extract.add_argument("--layout", choices=("kohya", "diffusers"), default="kohya")
     extract.add_argument("--dtype", choices=dtypes, default="fp32")

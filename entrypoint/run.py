@@ -22,7 +22,7 @@ from bootstrap.assistant import assistant_bytes, fetch_assistant, find_assistant
 from bootstrap.bases import Base, parse_base
 from bootstrap.cache import Cache
 from bootstrap.dataset import Dataset, scan
-from bootstrap.doubts import doubts_of_base, doubts_of_pictures
+from bootstrap.doubts import doubts_of_base, doubts_of_pictures, doubts_of_start
 from bootstrap.download import refuse_unreadable
 from bootstrap.lease import HeldLease, Lease, LeaseTakenError, LeaseWatch
 from bootstrap.manifest import find_fetched
@@ -364,6 +364,8 @@ def prepare(loaded: LoadedJob, running: Running) -> Prepared:
     state = state_to_go_on_from(job, plan, running)
     if state is None:
         refuse_unlike_adapter(job, volume, weights.shape)
+        for doubt in doubts_of_start(job, volume):
+            running.say(f"warning: {loaded.placed(doubt, running.job_file.name)}")
     refuse_without_room(plan, job, running.folder, pod.disk_free)
     run = RunFile(job, plan, weights, volume.root, state.path if state else None, assistant)
     run.write(dataset.items, dataset.held_out)

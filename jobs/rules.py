@@ -298,23 +298,23 @@ def _strength(job: Job) -> Iterator[Finding]:
     lora = job.lora
     if lora is None:
         return
-    strengths: dict[Path, tuple[float, int]] = {("lora", "alpha"): (lora.alpha, lora.rank)}
-    for index, entry in enumerate(lora.layers):
-        if entry.alpha is not None:
-            strengths["lora", "layers", index, "alpha"] = entry.alpha, entry.rank or lora.rank
-    root = "sqrt(rank)" if lora.rslora else "rank"
-    for path, (alpha, rank) in strengths.items():
-        strength = alpha / (math.sqrt(rank) if lora.rslora else rank)
-        if alpha == 0:
-            yield Finding(path, "0 multiplies the adapter by 0: nothing is learned", f"Write {rank}, the rank")
-        elif not 1 / 32 <= strength <= 8:
-            remedy = (
-                f"Write {rank}, the rank, or delete the line" if not lora.rslora else f"Write {math.sqrt(rank):.0f}"
-            )
-            yield Finding(path, f"alpha / {root} is {strength:g}, by which the adapter is multiplied", remedy)
+    strength = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    if told := strength_doubt(strength, lora.rank, lora.rslora):
+        yield Finding(("lora", "alpha"), *told)
     if lora.dropout > 0.3:
         message = f"{lora.dropout:g} leaves out so much that little is learned in the steps people pay for"
         yield Finding(("lora", "dropout"), message, "Write 0.05 or 0.1, or delete the line")
+
+
+def strength_doubt(strength: float, rank: int, rslora: bool) -> tuple[str, str] | None:
+    """What is wrong with a factor by which an adapter is multiplied, and the cure; None for a usual one."""
+    usual = f"Write {math.sqrt(rank):.0f}" if rslora else f"Write {rank}, the rank"
+    if strength == 0:
+        return "0 multiplies the adapter by 0: nothing is learned", usual
+    if not 1 / 32 <= strength <= 8:
+        told = f"alpha / {'sqrt(rank)' if rslora else 'rank'} is {strength:g}, by which the adapter is multiplied"
+        return told, usual if rslora else f"{usual}, or delete the line"
+    return None
 
 
 def _shares(job: Job) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bootstrap.lora_file import LAYOUTS, LoraFileError, is_lora, read_lora, tensors_of
+from bootstrap.lora_file import LAYOUTS, LoraFileError, is_lora, left_out, read_lora, tensors_of
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.state import State, StateError, read_state
 from bootstrap.tensor_files import TensorFileError, open_tensors, read_header, read_tensors
@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ExportError("a file holds one kind of weights: name a state for its live ones")
         if options.what.is_file():
             target = export_file(options.what, *chosen)
+            if told := left_out(options.what):
+                print(told)
         elif options.live:
             target = export_live(read_state(options.what), *chosen)
         else:

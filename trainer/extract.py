@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from bootstrap.estimate import linear_layers
-from bootstrap.lora_file import LAYOUTS, Adapter, Layout, LowRank, some, tensors_of
+from bootstrap.lora_file import LAYOUTS, Adapter, Layout, LowRank, tensors_of
 from bootstrap.lora_targets import target_layers, unmatched
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.tensor_files import TensorFileError
@@ -191,13 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tuned", type=Path)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--targets", default="all-linear", help="as lora.targets, patterns with commas between them")
+    parser.add_argument("--targets", default="all-linear", help="names and patterns of lora.targets, with + between")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--layout", choices=LAYOUTS, default="kohya")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--saturate", action="store_true")
     chosen = parser.parse_args(arguments)
-    targets = chosen.targets.split(",") if "*" in chosen.targets or "," in chosen.targets else chosen.targets
+    targets = chosen.targets.replace("+", ",").split(",")
     try:
         report = chosen.to.with_name(f"{chosen.to.stem}-layers.csv")
         for target in (chosen.to, report):
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with open_model(chosen.tuned) as tuned, open_model(chosen.base) as base:
             adapter, captured, outside = extract(tuned, base, chosen.rank, targets)
             if not adapter:
-                raise ExportError(f"{chosen.tuned} and {chosen.base} do not differ in {some([chosen.targets])}")
+                raise ExportError(f"{chosen.tuned} and {chosen.base} do not differ in {chosen.targets}")
             metadata = _metadata(tuned, base, chosen.rank, chosen.layout, chosen.to.stem)
         write(chosen.to, held(tensors_of(adapter, chosen.layout)), DTYPES[chosen.dtype], metadata, chosen.saturate)
         write_report(report, captured)

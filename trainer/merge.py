@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from bootstrap.flux_shape import FluxShape
-from bootstrap.lora_file import Adapter, LoraFileError, check_fits, read_lora
+from bootstrap.lora_file import Adapter, LoraFileError, check_fits, left_out, read_lora
 from bootstrap.outcome import DONE, JOB_WRONG
 from bootstrap.tensor_files import TensorFileError, read_header
 from jobs.problem import JobError
@@ -166,10 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         loras = [strength_of(text) for text in chosen.loras]
         told = merge(chosen.base, loras, chosen.to, chosen.layout, chosen.dtype, chosen.saturate, chosen.any_base)
+        notes = filter(None, (left_out(path) for path, _ in loras))
     except (ExportError, LoraFileError, TensorFileError, JobError, OSError) as error:
         print(f"{error}", file=sys.stderr)
         return JOB_WRONG
-    print(f"wrote {chosen.to}: {told}")
+    print("\n".join([*notes, f"wrote {chosen.to}: {told}"]))
     return DONE
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bootstrap.bases import FLUX_TINY, FLUX_TINY_SCHNELL
 from bootstrap.dataset import Item
-from bootstrap.doubts import doubts_of_base, doubts_of_pictures
+from bootstrap.doubts import doubts_of_base, doubts_of_pictures, doubts_of_start
+from bootstrap.lora_file import tensors_of
+from bootstrap.tensor_files import write_tensors
+from bootstrap.volume import Volume
+from tests.loras import make_adapter
 from tests.runs import make_job
 
 
@@ -46,3 +53,39 @@ def test_a_base_without_guidance_may_be_distilled() -> None:
     assert [problem.key for problem in doubts_of_base(job, FLUX_TINY_SCHNELL)] == ["base"]
     assert doubts_of_base(job, FLUX_TINY) == []
     assert doubts_of_base(make_job(base="flux-tiny-schnell"), FLUX_TINY_SCHNELL) == []
+
+
+WIDE, STRONG = {"match": "attention", "rank": 64}, {"match": ["*.to_q"], "alpha": 64}
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"layers": [WIDE, STRONG]}, {}),
+        ({"rank": 4, "layers": [WIDE, STRONG]}, {}),
+        ({"rank": 4, "layers": [STRONG]}, {"lora.layers[0].alpha": "rank is 16, .* Write 4, the rank"}),
+        ({"layers": [{"match": "attention", "alpha": 0}]}, {"lora.layers[0].alpha": "nothing is learned"}),
+        ({"layers": [{"match": "attention", "alpha": 0}, STRONG | {"match": "attention"}]}, {}),
+        ({"rslora": True, "alpha": 4, "layers": [WIDE]}, {}),
+        (
+            {"rslora": True, "layers": [WIDE | {"rank": 256}]},
+            {"lora.layers[0].rank": r"sqrt\(rank\) is 16, .* Write 16"},
+        ),
+    ],
+)
+def test_layers_whose_strength_is_strange(lora: dict[str, Any], told: dict[str, str]) -> None:
+    found = {problem.key: problem for problem in doubts_of_base(make_job(method="lora", lora=lora), FLUX_TINY)}
+    assert found.keys() == told.keys()
+    for key, words in told.items():
+        assert re.search(words, str(found[key]))
+
+
+def test_a_lora_to_start_from_that_has_text_encoders_too(tmp_path: Path) -> None:
+    file = {"lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": torch.ones(1)}
+    write_tensors(tmp_path / "a.safetensors", tensors_of(make_adapter(), "kohya") | file)
+    write_tensors(tmp_path / "b.safetensors", tensors_of(make_adapter(), "kohya"))
+    found = doubts_of_start(make_job(method="lora", lora={"start": "a.safetensors"}), Volume(tmp_path))
+    assert [problem.key for problem in found] == ["lora.start"]
+    assert "text encoders too (1 tensors), which is left out" in str(found[0])
+    assert doubts_of_start(make_job(method="lora", lora={"start": "b.safetensors"}), Volume(tmp_path)) == []
+    assert doubts_of_start(make_job(method="lora"), Volume(tmp_path)) == []

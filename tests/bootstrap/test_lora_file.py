@@ -22,6 +22,7 @@ from bootstrap.lora_file import (
     adapter_of,
     check_fits,
     is_exact,
+    left_out,
     read_lora,
     tensors_of,
 )
@@ -333,7 +334,6 @@ KEY = "lora_unet_double_blocks_0_img_attn_proj"
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda f: f.update({"lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": KEY}), "weights of a text encoder"),
         (lambda f: f.update({"lora_unet_double_blocks_0_img_attn_qkv.lokr_w1": KEY}), "a LoKr, which is no LoRA"),
         (lambda f: f.update({"lora_unet_down_blocks_0_attn.lora_up.weight": KEY}), "names that FLUX does not have"),
         (lambda f: f.update({"double_blocks.0.processor.qkv_lora1.up.weight": KEY}), "XLabs"),
@@ -387,9 +387,34 @@ def test_a_dora_over_the_inputs_is_told() -> None:
 
 def test_all_problems_come_at_once() -> None:
     file = spoiled(lambda f: f.pop(f"{KEY}.lora_up.weight"))
-    file["lora_te1_x.alpha"] = file[f"{KEY}.alpha"]
-    with pytest.raises(LoraFileError, match=r"text encoder: lora_te1_x\.alpha; lacks one"):
+    file["lora_unet_down_blocks_0.alpha"] = file[f"{KEY}.alpha"]
+    with pytest.raises(LoraFileError, match=r"does not have: lora_unet_down_blocks_0\.alpha; lacks one"):
         adapter_of(file)
+
+
+OF_TEXT_ENCODERS = (
+    "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+    "lora_te1_text_model_encoder_layers_0_mlp_fc1.lokr_w1",
+    "lora_te3_encoder_block_0_layer_0_SelfAttention_q.alpha",
+    "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight",
+    "text_encoder_2.encoder.block.0.layer.0.SelfAttention.q.lora_B.weight",
+    "text_encoders.clip_l.transformer.text_model.encoder.layers.0.mlp.fc1.lora_up.weight",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_encoders_beside_the_transformer_are_left_out(layout: Layout, tmp_path: Path) -> None:
+    adapter = make_adapter(targets="attention")
+    file = tmp_path / "a.safetensors"
+    write_tensors(file, tensors_of(adapter, layout) | {name: torch.ones(1, 1) for name in OF_TEXT_ENCODERS})
+    assert_same(read_lora(file), adapter)
+    assert left_out(file) == f"{file} holds a LoRA of text encoders too (6 tensors), which is left out"
+
+
+def test_text_encoders_alone_are_no_lora_of_the_transformer(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", {name: torch.ones(1, 1) for name in OF_TEXT_ENCODERS})
+    with pytest.raises(LoraFileError, match="it holds no LoRA weights of the transformer"):
+        read_lora(tmp_path / "a.safetensors")
 
 
 def test_what_is_no_lora_is_told(tmp_path: Path) -> None:

@@ -5,11 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+from bootstrap.bases import FLUX_TINY
+from bootstrap.lora_file import tensors_of
+from bootstrap.tensor_files import write_tensors
 from bootstrap.volume import Volume
 from entrypoint.check import check, parse_pods, render_pod
 from jobs.problem import JobError
+from tests.loras import make_adapter
 
 TINY = (
     "name: demo\nbase: flux-tiny\nmethod: full\ndatasets: [{path: datasets/a}]\nresolution: 64\nsteps: 6\nwarmup: 0\n"
@@ -171,6 +176,20 @@ def test_a_wrong_pod_is_told(volume: Volume, capsys: pytest.CaptureFixture[str])
 
 def test_rendering_needs_no_volume() -> None:
     assert "GPU 0: A40, 45.0 GiB" in render_pod(parse_pods("A40")[0].pod)
+
+
+def test_a_lora_to_start_from_is_looked_at(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = TINY.replace("full", "lora") + "lora: {rank: 4, targets: attention, start: models/a.safetensors}\n"
+    assert check(written(volume, lora), volume) == 64
+    assert "my-job.yaml:8: lora.start: there is no file" in capsys.readouterr().err
+    volume.models.mkdir()
+    adapter = make_adapter(FLUX_TINY, "attention")
+    write_tensors(volume.models / "a.safetensors", tensors_of(adapter, "kohya") | {"lora_te1_x.alpha": torch.ones(1)})
+    assert check(written(volume, lora), volume) == 0
+    assert "warning: my-job.yaml:8: lora.start: " in (told := capsys.readouterr().out)
+    assert "a LoRA of text encoders too (1 tensors), which is left out" in told
+    assert check(written(volume, lora.replace("rank: 4", "rank: 8")), volume) == 64
+    assert "its rank is 4, not 8" in capsys.readouterr().err
 
 
 def test_starts_without_torch() -> None:

@@ -132,6 +132,10 @@ def test_problems_are_told_in_words(
             [tuned, f"--base={flux_tiny}", "--targets=*.nothing"],
             r"no layer is called \*\.nothing; layers are called like",
         ),
+        (
+            [tuned, f"--base={flux_tiny}", "--targets=attention+*.nothing,*.proj"],
+            r"no layer is called \*\.nothing;",
+        ),
         ([tuned, f"--base={flux_tiny}", "--rank=0"], "--rank 0 is not from 1 to 1024"),
         ([tuned.parent / "lora.safetensors", f"--base={flux_tiny}"], "It is a LoRA"),
     ]:
