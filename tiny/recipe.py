@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,11 +39,13 @@ ASPECTS = ((1.0, 1.0), (0.75, 1.25), (1.25, 0.75))  # height, width: what pictur
 OFTEN = (0.8, 0.1, 0.1)
 VAE_SHARE = 0.2  # of the seconds; the rest, but for what follows, is the flow's
 PICTURES_SHARE = 0.04  # of the seconds, for the last pictures
-VAE_RATE, FLOW_RATE = 1e-3, 1e-3
+VAE_RATE = 1e-3
 KL = 1e-3  # of a latent's divergence beside a pixel's error: noise of about a tenth, which the decoder learns to bear
 GUIDANCE = (1.0, 5.0)  # drawn evenly; 1 is no guidance
 STRENGTH = 0.4  # classifier-free guidance of 1 + 0.4 (guidance - 1): 3.5, the usual one, extrapolates by 2
 GUIDED_FROM = 0.6  # of the time in the whole world
+STRANGE = 0.3  # of the small world's scenes have a strange shape, and as many a strange texture
+OPEN = 0.2  # as often as in the whole world do the small one's captions leave things open
 FRESH = 0.25  # of the steps draw new pictures; the others take one of the last batches with new noise
 NAMES = {"transformer": "transformer", "text_encoder": "clip", "text_encoder_2": "t5"}  # files, and Drawer's parts
 
@@ -60,6 +62,7 @@ class Options:
     side: int
     compile: bool
     small_from: float  # part of the flow's time
+    rate: float
 
     @property
     def weights(self) -> Path:
@@ -248,9 +251,10 @@ def around_figures(values: dict[str, torch.Tensor], luck: torch.Tensor, height: 
     plain = {name: torch.zeros_like(value) for name, value in values.items()}
     kept = {name: values[name] for name in ("count", "size", "position")}
     colours = {"colour": plain["colour"] + white, "ground": plain["ground"] + black}
-    squares = draw(plain | kept | colours | {"shape": plain["shape"] + SHAPES.index("square")}, luck, height, width)
-    near = F.max_pool2d((squares[:, :1] > 0).float(), 21, 1, 10)
-    return 0.4 + 4 * F.avg_pool2d(near, 8)
+    shapes = plain | kept | colours | {"shape": plain["shape"] + SHAPES.index("square")}
+    squares = draw(shapes, luck, height // 4, width // 4)  # so coarse is enough
+    near = F.max_pool2d((squares[:, :1] > 0).float(), 5, 1, 2)
+    return 0.4 + 4 * F.avg_pool2d(near, 2)
 
 
 def _begun(options: Options) -> Drawer:
@@ -277,8 +281,10 @@ class Pool:
     def of(cls, count: int, seed: int, device: torch.device, small: bool) -> Pool:
         chance = np.random.default_rng(seed)
         scenes = random_scenes(chance, count, among=KNOWN if small else None)
-        captions = varied_captions(scenes, chance)
-        for row in np.flatnonzero(chance.random(count) < 0.1):
+        if small:
+            scenes = scenes.with_strangers(chance, STRANGE)
+        captions = varied_captions(scenes, chance, OPEN if small else 1.0)
+        for row in np.flatnonzero(chance.random(count) < (0.02 if small else 0.1)):
             captions[row] = ""
         values = {name: torch.from_numpy(value).to(device) for name, value in scenes.values.items()}
         return cls(values, *tokens(captions, device), small)
@@ -298,13 +304,21 @@ def tokens(captions: list[str], device: torch.device) -> tuple[torch.Tensor, tor
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Latents as the VAE gives them, [n, 16, h, w] each, and the captions' tokens."""
+class Encoded:
+    """Drawings as the VAE gives them: [n, 16, h, w] each."""
 
     mean: torch.Tensor
     spread: torch.Tensor
     counts: torch.Tensor  # what each place counts in the loss, [n, 1, h, w]
-    ids: tuple[torch.Tensor, torch.Tensor]
+
+    def __getitem__(self, rows: torch.Tensor) -> Encoded:
+        return Encoded(self.mean[rows].float(), self.spread[rows].float(), self.counts[rows].float())
+
+
+@dataclass(frozen=True)
+class Batch:
+    drawn: Encoded
+    ids: tuple[torch.Tensor, torch.Tensor]  # the captions' tokens
 
 
 class FlowTraining:
@@ -319,7 +333,7 @@ class FlowTraining:
         self.whole, self.small = (
             Pool.of(options.pool, options.seed + 4, self.device, small) for small in (False, True)
         )
-        self.pool = self.whole
+        self.pool, self.encoded = self.whole, cast(Encoded | None, None)
         self.chance = torch.Generator(self.device).manual_seed(options.seed + 5)
         self.dice = np.random.default_rng(options.seed + 6)
         self.nothing = tokens([""], self.device)
@@ -327,7 +341,7 @@ class FlowTraining:
         matrices = [p for p in self.drawer.parameters() if p.dim() >= 2]
         others = [p for p in self.drawer.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, FLOW_RATE, betas=(0.9, 0.98), fused=self.device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(groups, options.rate, betas=(0.9, 0.98), fused=self.device.type == "cuda")
         if options.compile:
             for model in (self.drawer, self.average):
                 for block in (*model.transformer.transformer_blocks, *model.transformer.single_transformer_blocks):
@@ -336,51 +350,62 @@ class FlowTraining:
     def warm_up(self, clock: Clock) -> None:
         """A step of each kind, which compiles all there is to compile; then all is as before."""
         before = copy.deepcopy(self.drawer.state_dict())
-        for aspect in ASPECTS:
-            for guided in (False, True):
+        whole = self.options.small_from > 0
+        for aspect in ASPECTS if whole else ASPECTS[:1]:
+            for guided in (False, True) if whole else (False,):
                 loss = self.step(0, 0.0, guided, aspect)
                 clock.tell(stage="warm-up", aspect=aspect, guided=guided, loss=float(loss))
         for model in (self.drawer, self.average):
             model.load_state_dict(before)
         self.optimizer.state.clear()
-        self.live_in(self.whole)
+        self.live_in(self.whole)  # forgets the batches
 
     def live_in(self, pool: Pool) -> None:
-        """Draws from ``pool`` from now on."""
+        """Draws from ``pool`` from now on. Of the small world there are so few pictures that all are encoded now."""
         self.pool = pool
+        self.encoded = self._encode(torch.arange(self.options.pool, device=self.device)) if pool.small else None
         for batches in self.recent.values():
             batches.clear()
 
     def batch(self, aspect: tuple[float, float]) -> Batch:
+        if self.encoded:
+            rows = self._rows()
+            return Batch(self.encoded[rows], (self.pool.clip_ids[rows], self.pool.t5_ids[rows]))
         recent = self.recent[aspect]
         if len(recent) < 2 or self.dice.random() < FRESH:
-            recent.append(self._fresh(*(int(self.options.side * part) for part in aspect)))
+            rows = self._rows()
+            drawn = self._encode(rows, *(int(self.options.side * part) for part in aspect))
+            recent.append(Batch(drawn, (self.pool.clip_ids[rows], self.pool.t5_ids[rows])))
             return recent[-1]
         return recent[self.dice.integers(len(recent))]
 
+    def _rows(self) -> torch.Tensor:
+        return torch.randint(self.options.pool, (self.options.batch,), generator=self.chance, device=self.device)
+
     @torch.no_grad()
-    def _fresh(self, height: int, width: int) -> Batch:
-        n = self.options.batch
-        rows = torch.randint(self.options.pool, (n,), generator=self.chance, device=self.device)
-        luck = self.pool.luck(n, self.chance)
+    def _encode(self, rows: torch.Tensor, height: int | None = None, width: int | None = None) -> Encoded:
+        """Scenes of the pool, drawn and encoded; as squares where no height and width are given."""
+        size = height or self.options.side, width or self.options.side
+        parts = [self._encode_some(some, *size) for some in rows.split(128)]
+        return Encoded(*(torch.cat(each).contiguous() for each in zip(*parts, strict=True)))
+
+    def _encode_some(
+        self, rows: torch.Tensor, height: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values = {name: value[rows] for name, value in self.pool.values.items()}
-        parts = []
-        for first in range(0, n, 128):
-            some = {name: value[first : first + 128] for name, value in values.items()}
-            pictures = draw(some, luck[first : first + 128], height, width)
-            with torch.autocast(self.device.type, torch.bfloat16):
-                parts.append(self.vae.encoder(pictures.contiguous(memory_format=torch.channels_last)).float())
-        mean, logvar = torch.cat(parts).contiguous().chunk(2, dim=1)
+        luck = self.pool.luck(len(rows), self.chance)
+        pictures = draw(values, luck, height, width).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            mean, logvar = self.vae.encoder(pictures).chunk(2, dim=1)
         counts = around_figures(values, luck, height, width) if self.pool.small else torch.ones_like(mean[:, :1])
-        ids = self.pool.clip_ids[rows], self.pool.t5_ids[rows]
-        return Batch(mean, torch.exp(0.5 * logvar.clamp(-20, 10)), counts, ids)
+        return mean, torch.exp(0.5 * logvar.float().clamp(-20, 10)).bfloat16(), counts.bfloat16()
 
     def step(self, index: int, part: float, guided: bool, aspect: tuple[float, float] | None = None) -> torch.Tensor:
         batch = self.batch(aspect or ASPECTS[0 if self.pool.small else self.dice.choice(3, p=OFTEN)])
-        config = self.vae.config
-        fresh = torch.randn(batch.mean.shape, generator=self.chance, device=self.device)
-        latents = pack((batch.mean + fresh * batch.spread - config.shift_factor) * config.scaling_factor)
-        places = image_ids(*batch.mean.shape[2:]).to(self.device)
+        config, drawn = self.vae.config, batch.drawn
+        fresh = torch.randn(drawn.mean.shape, generator=self.chance, device=self.device)
+        latents = pack((drawn.mean + fresh * drawn.spread - config.shift_factor) * config.scaling_factor)
+        places = image_ids(*drawn.mean.shape[2:]).to(self.device)
         shift = shift_of_tokens(len(places))
         # As many tokens as a square has, the first ones repeated: one compiled graph serves every aspect.
         order = torch.arange((self.options.side // 16) ** 2, device=self.device) % len(places)
@@ -391,12 +416,12 @@ class FlowTraining:
         if self.pool.small:  # half of them where it is decided what there will be
             high = 0.55 + 0.45 * torch.rand(len(latents), generator=self.chance, device=self.device) ** 0.7
             sigma = torch.where(torch.arange(len(latents), device=self.device) % 2 == 0, high, sigma)
-        counts = pack(batch.counts.expand_as(batch.mean).contiguous())[:, order]
+        counts = pack(drawn.counts.expand_as(drawn.mean).contiguous())[:, order]
         loss = self._loss(latents, noise, sigma, batch.ids, places, guided, counts)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.drawer.parameters(), 1.0)
-        _set_rate(self.optimizer, FLOW_RATE * rate(index, part))
+        _set_rate(self.optimizer, self.options.rate * rate(index, part))
         self.optimizer.step()
         _follow(self.average, self.drawer, index, 0.998)
         return loss.detach()
@@ -489,7 +514,7 @@ def pictured(
     """Draws captions that say everything, in one batch, by diffusers' pipeline; the judge's verdict goes to the log."""
     from diffusers import FluxPipeline
 
-    count = count if options.device.type == "cuda" else 4
+    count = count if options.device.type == "cuda" else 32
     wanted = random_scenes(np.random.default_rng(options.seed + 7), count, among=KNOWN)
     pipeline: Any = FluxPipeline(
         flux_tiny.make_scheduler(True), vae, drawer.clip, flux_tiny.make_clip_tokenizer(), drawer.t5,
@@ -547,6 +572,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=128, help="pixels, a multiple of 64")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="by default on a GPU alone")
     parser.add_argument("--small-from", type=float, default=0.5, help="part of the flow's time in the whole world")
+    parser.add_argument("--rate", type=float, default=1e-3, help="the transformer's and text encoders' learning rate")
     given = parser.parse_args()
     device = torch.device(given.device)
     compiled = device.type == "cuda" if given.compile is None else given.compile
@@ -562,6 +588,7 @@ def main() -> None:
             given.side,
             compiled,
             given.small_from,
+            given.rate,
         )
     )
 

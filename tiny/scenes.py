@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,17 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 # What pretraining never draws nor names: left for fine-tuning to teach.
 UNSEEN = {"shape": "heart", "texture": "dotted"}
 
+# Shapes and textures of no name: outlines and waves that chance has drawn once and for all, each called by a made-up
+# word. Nobody is asked for them. Who has met many a strange word with a thing of its own learns another one quickly.
+STRANGERS = {"shape": 24, "texture": 6}
+
 # What flux-tiny is asked for: the part of all this that so few weights draw well.
 KNOWN: dict[str, tuple[str, ...]] = {
     "size": ("large",),
     "style": ("flat",),
     "texture": ("plain", "striped"),
     "colour": ("red", "yellow", "green", "blue", "white", "black"),
-    "shape": ("circle",),
+    "shape": ("circle", "square", "triangle"),
     "ground": ("red", "yellow", "green", "blue", "white", "black"),
 }
 
@@ -69,7 +74,24 @@ class Scenes:
         return Scenes({name: value[rows] for name, value in self.values.items()})
 
     def words(self, row: int) -> dict[str, str]:
-        return {name: ATTRIBUTES[name][value[row]] for name, value in self.values.items()}
+        """Of each attribute; a stranger's is its made-up one."""
+        return {name: words_of(name)[value[row]] for name, value in self.values.items()}
+
+    def with_strangers(self, chance: np.random.Generator, share: float) -> Scenes:
+        """So large a share of the scenes with a strange shape, and as many with a strange texture."""
+        values = dict(self.values)
+        for name, count in STRANGERS.items():
+            strange = len(ATTRIBUTES[name]) + chance.integers(0, count, len(self))
+            values[name] = np.where(chance.random(len(self)) < share, strange, values[name])
+        return Scenes(values)
+
+
+@cache
+def words_of(attribute: str) -> tuple[str, ...]:
+    """Of every value, the strangers' made-up ones, always the same, behind the others."""
+    chance = np.random.default_rng([20240802, *attribute.encode()])
+    made_up = dict.fromkeys(_unknown_word(chance) for _ in range(2 * STRANGERS.get(attribute, 0)))
+    return ATTRIBUTES[attribute] + tuple(made_up)[: STRANGERS.get(attribute, 0)]
 
 
 def random_scenes(
@@ -145,13 +167,14 @@ def _article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
 
-def varied_captions(scenes: Scenes, chance: np.random.Generator) -> list[str]:
+def varied_captions(scenes: Scenes, chance: np.random.Generator, open: float = 1.0) -> list[str]:
     """A caption for each scene as people would vary it: things left unsaid, and now and then a word nobody knows.
 
     The unknown words, spelled letter by letter by the tokenizers, give each letter a meaning to the text encoders; the
     model learns to draw something else it knows in their place, which is what a new word shows before fine-tuning.
+    ``open``: how often this happens, of 1.
     """
-    luck = chance.random((len(scenes), 7))
+    luck = chance.random((len(scenes), 7)) / open
     return [_varied(scenes.words(row), luck[row], chance) for row in range(len(scenes))]
 
 
@@ -327,9 +350,38 @@ def _fills(dx: torch.Tensor, dy: torch.Tensor, texture: torch.Tensor, colour: to
     v = torch.remainder(dy + period / 2, period) - period / 2
     dots = torch.sigmoid((3.4 * PIXEL - torch.sqrt(u * u + v * v + 1e-12)) / PIXEL * 4)
     kind = texture[:, None, None]
-    share = torch.where(kind == 1, stripes, torch.where(kind == 2, dots, torch.zeros_like(dots)))[:, None]
+    share = torch.where(kind == 1, stripes, torch.where(kind == 2, dots, torch.zeros_like(dots)))
+    if int(texture.max()) >= len(TEXTURES):
+        share = torch.where(kind >= len(TEXTURES), _strange_texture(texture - len(TEXTURES), dx, dy), share)
     first, second = colour[:, :, None, None], _second(colour)[:, :, None, None]
-    return first + (second - first) * share
+    return first + (second - first) * share[:, None]
+
+
+def _strange_texture(which: torch.Tensor, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """One or two waves, each of a direction and a period of its own, where they are high: stripes, checks, spots."""
+    chance, count = np.random.default_rng(20240803), STRANGERS["texture"]
+    first, period = chance.uniform(0, math.pi, count), chance.uniform(9, 18, count) * PIXEL
+    second = first + np.where(np.arange(count) % 2 == 0, math.pi / 2, chance.uniform(0.9, 2.2, count))
+    heights = np.stack([np.ones(count), np.arange(count) >= count // 3], 1)
+    height = torch.zeros_like(dx)
+    for wave, angle in enumerate((first, second)):
+        table = np.stack([np.cos(angle) / period, np.sin(angle) / period, heights[:, wave]], 1)
+        x, y, high = torch.from_numpy(table).to(dx)[which.clamp(min=0)].T[:, :, None, None]
+        height = height + high * torch.cos(2 * math.pi * (x * dx + y * dy))
+    return torch.sigmoid((height - 0.3) * 5)
+
+
+def _strange_outline(which: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Distance to a closed curve around (0, 0) whose radius is a sum of waves of the angle: blobs, leaves, blossoms."""
+    chance, count = np.random.default_rng(20240804), STRANGERS["shape"]
+    sizes = np.array([0.14, 0.2, 0.2, 0.14, 0.12, 0.06])  # of the waves once, twice, .. around
+    table = np.stack([chance.normal(size=(count, 6)) * sizes, chance.uniform(0, 2 * math.pi, (count, 6))])
+    size, phase = torch.from_numpy(table).to(x)[:, which.clamp(min=0)]
+    angle, radius = torch.atan2(y, x), torch.full_like(x, 0.72)
+    for wave in range(6):
+        turned = (wave + 1) * angle + phase[:, wave, None, None]
+        radius = radius + size[:, wave, None, None] * torch.cos(turned)
+    return (torch.sqrt(x * x + y * y + 1e-12) - radius.clamp(0.2, 1.0)) * 0.7
 
 
 def _distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -346,6 +398,8 @@ def _distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Te
     distance = torch.where(kind == 0, circle, square)
     for index, other in enumerate((triangle, _star(x, y), cross, ring, _heart(ax, y)), start=2):
         distance = torch.where(kind == index, other, distance)
+    if int(shape.max()) >= len(SHAPES):
+        distance = torch.where(kind >= len(SHAPES), _strange_outline(shape - len(SHAPES), x, y), distance)
     return distance
 
 

@@ -10,6 +10,7 @@ from tiny.scenes import (
     COLOURS,
     PALETTE,
     SHAPES,
+    STRANGERS,
     UNSEEN,
     Scenes,
     caption,
@@ -17,7 +18,9 @@ from tiny.scenes import (
     place,
     random_scenes,
     read_captions,
+    standard_luck,
     varied_captions,
+    words_of,
 )
 
 
@@ -114,3 +117,27 @@ def test_the_same_numbers_draw_the_same_picture_in_any_company() -> None:
     assert together.abs().max() <= 1
     alone = draw({name: value[3:4] for name, value in values.items()}, luck[3:4], 64, 96)
     torch.testing.assert_close(alone[0], together[3])
+
+
+def test_strangers_have_outlines_textures_and_words_of_their_own() -> None:
+    """Each its own, so that there is something to learn; none of them a word that is known or left for fine-tuning."""
+    said = {name: words_of(name)[len(ATTRIBUTES[name]) :] for name in STRANGERS}
+    assert {name: len(set(words)) for name, words in said.items()} == STRANGERS
+    assert not {word for words in said.values() for word in words} & {*WORDS, *UNSEEN.values()}
+    fixed = {"size": "large", "count": "one", "position": "middle", "colour": "red", "ground": "blue", "style": "flat"}
+    for name, count in STRANGERS.items():
+        scenes = random_scenes(chance(), count + len(ATTRIBUTES[name]), fixed | {"ground_texture": "plain"})
+        plain = {"shape": np.zeros(len(scenes), int), "texture": np.zeros(len(scenes), int)}
+        scenes = Scenes(dict(scenes.values) | plain | {name: np.arange(len(scenes))})
+        pictures = draw(tensors(scenes)[0], standard_luck(len(scenes)), 64, 64).flatten(1)
+        apart = torch.cdist(pictures, pictures, p=1) / pictures.shape[1]
+        assert apart[~torch.eye(len(scenes), dtype=torch.bool)].min() > 0.01
+
+
+def test_a_share_of_scenes_shows_strangers() -> None:
+    scenes = random_scenes(chance(), 2000)
+    strange = scenes.with_strangers(chance(1), 0.3)
+    for name in ATTRIBUTES:
+        new = strange.values[name] >= len(ATTRIBUTES[name])
+        assert abs(new.mean() - (0.3 if name in STRANGERS else 0)) < 0.03
+        np.testing.assert_array_equal(strange.values[name][~new], scenes.values[name][~new])
