@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.rounding import round_stochastically
+from trainer.rounding import CACHED, round_stochastically
 
 NAME = "transformer_blocks.0.attn.to_q.weight"
 
@@ -78,6 +78,12 @@ def test_the_shards_of_a_tensor_round_as_the_whole(processes: int, rows: int, co
         for i, shard in enumerate(whole.chunk(processes))
     ]
     assert torch.equal(torch.cat(shards), rounded(whole))
+
+
+def test_what_a_cpu_takes_in_parts_rounds_as_its_shards_do() -> None:
+    whole = torch.randn(3, CACHED + 77, generator=torch.Generator().manual_seed(2))
+    rows = [rounded(row, first=i * len(row)) for i, row in enumerate(whole)]  # other parts than the whole's
+    assert torch.equal(torch.stack(rows), rounded(whole))
 
 
 def test_no_rows_at_all() -> None:
