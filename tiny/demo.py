@@ -12,8 +12,9 @@ import io
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +35,18 @@ base: flux-tiny
 method: {method}
 datasets:
   - path: datasets/hearts
+    repeats: 3
+  - path: datasets/familiar   # what it draws already, lest it forgets
 steps: {steps}
-images_per_step: 16
+images_per_step: 12
 resolution: 128
 bucket_step: 16
+optimizer: AdamW
 learning_rate: {rate}    # {why}
+schedule: cosine
 warmup: 5
+timestep_sampling: shift
+discrete_flow_shift: 3   # what there will be is decided where there is much noise
 save: {{ every: {every}, states: 1, weights: 2 }}
 sample:
   every: {every}
@@ -50,20 +57,41 @@ sample:
 {prompts}
 plan: {{ processes: 2 }}   # trained as on two GPUs, without any
 """
-FULL = {"method": "full", "steps": 50, "every": 25, "rate": "4e-4", "why": "flux-tiny is small; a real FLUX needs 1e-5"}
-LORA = {"method": "lora", "steps": 50, "every": 25, "rate": "4e-3", "why": "flux-tiny is small; a real FLUX needs 1e-4"}
+FULL: dict[str, Any] = {
+    "method": "full",
+    "steps": 120,
+    "every": 60,
+    "rate": "8e-4",
+    "why": "flux-tiny is small; a real FLUX needs 1e-5",
+}
+LORA: dict[str, Any] = {
+    "method": "lora",
+    "steps": 150,
+    "every": 75,
+    "rate": "5e-3",
+    "why": "flux-tiny is small; a real FLUX needs 1e-4",
+}
 
 
 def draw_hearts(folder: Path, count: int = PICTURES, seed: int = 1) -> int:
-    """Writes ``count`` pictures of the new thing (PNG, each with a .txt beside it); gives how many were written.
+    """Writes ``count`` pictures of the new thing; see ``write_pictures``."""
+    return write_pictures(folder, "heart", random_scenes(np.random.default_rng(seed), count, UNSEEN, among=KNOWN))
+
+
+def draw_familiar(folder: Path, count: int = PICTURES, seed: int = 2) -> int:
+    """Writes ``count`` pictures of things that flux-tiny draws already; see ``write_pictures``."""
+    return write_pictures(folder, "familiar", random_scenes(np.random.default_rng(seed), count, among=KNOWN))
+
+
+def write_pictures(folder: Path, name: str, scenes: Scenes) -> int:
+    """Writes a picture of each scene (PNG, each with a .txt beside it); gives how many were written.
 
     A file that is there already is left as it is: people may have put their own in its place.
     """
-    scenes = random_scenes(np.random.default_rng(seed), count, UNSEEN, among=KNOWN)
     pictures = draw_scenes(scenes)
     written = 0
-    for row in range(count):
-        place = folder / f"heart-{row + 1:02d}.png"
+    for row in range(len(scenes)):
+        place = folder / f"{name}-{row + 1:02d}.png"
         if not place.exists():
             write_atomically(place.with_suffix(".txt"), caption(scenes.words(row)) + "\n")
             file = io.BytesIO()
@@ -83,16 +111,26 @@ def draw_scenes(scenes: Scenes, side: int = 128) -> np.ndarray:
 def prepare(volume: Volume) -> list[Path]:
     """Puts the jobs and their pictures on the volume, where they are not there yet; gives the jobs' paths."""
     volume.create()
-    folder = volume.datasets / "hearts"
-    if written := draw_hearts(folder):
-        print(f"drew {written} pictures with captions in {folder}")
-    prompts = "\n".join(f'    - "{prompt}"' for prompt in (*new_prompts(8), *known_prompts(8)))
+    draw_datasets(volume)
+    prompts = [*new_prompts(8), *known_prompts(8)]
     paths = []
     for name, settings in zip(JOBS, (FULL, LORA), strict=True):
         paths.append(volume.jobs / f"{name}.yaml")
         if not paths[-1].exists():
-            write_atomically(paths[-1], JOB.format(name=name, prompts=prompts, **settings))
+            write_atomically(paths[-1], job_text(name, settings, prompts))
     return paths
+
+
+def draw_datasets(volume: Volume) -> None:
+    for draw_pictures, folder in ((draw_hearts, "hearts"), (draw_familiar, "familiar")):
+        if written := draw_pictures(volume.datasets / folder):
+            print(f"drew {written} pictures with captions in {volume.datasets / folder}")
+
+
+def job_text(name: str, settings: Mapping[str, Any], prompts: Sequence[str]) -> str:
+    """The job file of a run: ``settings`` are FULL's or LORA's."""
+    listed = "\n".join(f'    - "{prompt}"' for prompt in prompts)
+    return JOB.format(name=name, prompts=listed, **settings)
 
 
 def summary(run: RunFolder) -> list[str]:
