@@ -2,9 +2,9 @@
 
 1. the VAE, from drawings; 2. text encoders and transformer together, by flow matching as FLUX was trained (logit-normal
 times, shifted by resolution): first in the whole world of ``tiny.scenes``, with guidance distilled from the model
-itself, then in the small world that so few weights draw well. Each stage takes its share of the seconds, and its
-learning rate falls with the time. ``FOLDER/weights`` is what the repository holds. What lies there already is gone on
-from, so that ``--small-from 0`` polishes. ``python -m tiny.judge`` makes the judge.
+itself, then in the small world that so few weights draw well, with strangers in it. Each stage takes its share of the
+seconds, and its learning rate falls with the time. ``FOLDER/weights`` is what the repository holds. What lies there
+already is gone on from, so that ``--small-from 0`` polishes. ``python -m tiny.judge`` makes the judge.
 """
 
 from __future__ import annotations
@@ -133,6 +133,9 @@ def train_vae(options: Options, clock: Clock) -> Any:
     fused = options.device.type == "cuda"
     optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_RATE, betas=(0.9, 0.98), weight_decay=1e-4, fused=fused)
     average = copy.deepcopy(vae).requires_grad_(False)
+    if options.compile:
+        vae.encoder.compile(dynamic=False)
+        vae.decoder.compile(dynamic=False)
     batches = drawings(options, options.seed + 1)
     told = -1.0
     for step, part in enumerate(clock.parts(clock.seconds + options.seconds * VAE_SHARE)):
