@@ -12,7 +12,6 @@ import torch
 
 from trainer.randomness import hash_keys
 
-
 CACHED = 1 << 16  # weights at a time on a CPU: what its cache holds; all at once takes twice as long
 
 
