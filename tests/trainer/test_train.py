@@ -368,7 +368,7 @@ def test_masks_and_dropped_captions_reach_the_model(volume: Volume) -> None:
     losses = [tuple(each.values("loss")) for each in (plain, masked, dropped)]
     assert len(set(losses)) == 3
     for each in losses[1:]:
-        assert each == pytest.approx(losses[0], rel=0.5)  # the same pictures and noise, of a model that reads captions
+        assert each == pytest.approx(losses[0], rel=0.75)  # the same pictures and noise, of a model that reads captions
 
 
 # ---------------------------------------------------------------- ends
