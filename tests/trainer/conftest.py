@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 
@@ -17,3 +18,10 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGr
     assert group is not None
     yield group
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    """What a test has compiled counts for no other: torch compiles one function for so many kinds of calls, no more."""
+    yield
+    torch._dynamo.reset()
