@@ -91,6 +91,7 @@ class Writing:
     expected: Expected | None = None  # what the file of an adapter must hold
     ema: dict[str, object] | None = None  # what the manifest says of the average
     stood_still: float = 0.0  # seconds that training waited for it
+    ended: float | None = None  # when the last byte was on the disk, where that went on in the background
     extents: list[Extent] = field(default_factory=list)
     failure: Exception | None = None
     given_up: Event = field(default_factory=Event)
@@ -118,6 +119,7 @@ class Writing:
             self.finish_adapter()
         except (OSError, ValueError, DiscardedError) as failure:
             self.failure = failure
+        self.ended = time.monotonic()
 
 
 class Saver:
@@ -283,7 +285,7 @@ class Saver:
             lora=job.lora,
             job_digest=job_digest(self.run),
             versions={name: version(name) for name in ("torch", "diffusers", "peft", "bitsandbytes")},
-            seconds=round(time.monotonic() - writing.begun, 3),
+            seconds=round((writing.ended or time.monotonic()) - writing.begun, 3),
             files={layout.name: layout.header.size for layout in layouts},
             extents=tuple(sorted(heads + extents, key=lambda e: (e.file, e.offset))),
             saved=datetime.now(UTC).isoformat(timespec="seconds"),

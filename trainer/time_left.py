@@ -52,7 +52,15 @@ class TimeLeft:
         a_step, a_pixel = pace
         training = a_step * (self.run.plan.steps - step) + a_pixel * (self.done[-1] - self.done[step])
         counts, usual = self._pauses(step, training), a_pixel + a_step * self.run.plan.steps / self.done[-1]
-        return training + sum(count * self._cost(kind, usual) for kind, count in counts.items())
+        return training + sum(count * self._cost(kind, usual) for kind, count in counts.items()) - self._beside(usual)
+
+    def _beside(self, usual: float) -> float:
+        """Seconds of the run's end that are counted twice: its last samples are drawn while its last state is written,
+        but for as long as training stands still for that."""
+        if not self.run.job.sample.prompts:
+            return 0.0
+        written = max(0.0, self.paused["last save"] - self.paused["save"])
+        return min(written, self._cost("samples", usual))
 
     def _pace(self) -> tuple[float, float] | None:
         """Seconds a step, and seconds a pixel beside it: the straight line of least squares, neither below zero."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,21 @@ def test_older_states_are_thinned_after_the_new_one_stands(set_up: Callable[...,
     states, notes = list_states(setup[0].folder.states)
     assert [(state.step, state.resumable) for state in states] == [(2, False), (3, True)]
     assert notes == []
+
+
+def test_a_state_tells_what_its_writing_took_not_when_it_was_published(
+    set_up: Callable[..., Setup], world: World
+) -> None:
+    """In between, samples may be drawn for minutes."""
+    run, tensors, optimizer = set_up()
+    saver, begun = Saver(run, world, free_memory=lambda: 1 << 40), time.monotonic()
+    saver.begin(1, tensors, optimizer, {})
+    assert saver.writing
+    assert saver.writing.thread
+    saver.writing.thread.join()
+    at_most = time.monotonic() - begun
+    time.sleep(0.01)
+    assert saver.publish().manifest.seconds <= at_most + 0.001  # milliseconds are told
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
