@@ -8,7 +8,6 @@ goes on where the first ended.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import statistics
 import sys
@@ -22,6 +21,7 @@ from PIL import Image
 
 from bootstrap.outcome import DONE
 from bootstrap.volume import RunFolder, Volume, write_atomically
+from tiny.drawn import write_example
 from tiny.judge import load_judge
 from tiny.scenes import KNOWN, UNSEEN, Scenes, caption, draw, random_scenes, standard_luck
 from tiny.score import known_prompts, new_prompts, score_samples, table
@@ -88,17 +88,10 @@ def write_pictures(folder: Path, name: str, scenes: Scenes) -> int:
 
     A file that is there already is left as it is: people may have put their own in its place.
     """
-    pictures = draw_scenes(scenes)
-    written = 0
-    for row in range(len(scenes)):
-        place = folder / f"{name}-{row + 1:02d}.png"
-        if not place.exists():
-            write_atomically(place.with_suffix(".txt"), caption(scenes.words(row)) + "\n")
-            file = io.BytesIO()
-            Image.fromarray(pictures[row]).save(file, "PNG")
-            write_atomically(place, file.getvalue())
-            written += 1
-    return written
+    return sum(
+        write_example(folder / f"{name}-{row + 1:02d}.png", Image.fromarray(picture), caption(scenes.words(row)))
+        for row, picture in enumerate(draw_scenes(scenes))
+    )
 
 
 def draw_scenes(scenes: Scenes, side: int = 128) -> np.ndarray:

@@ -68,13 +68,19 @@ def draw_dataset(folder: Path, count: int = 24, seed: int = 1) -> int:
         size = SIZES[index // len(SHAPES) % len(SIZES)]
         image, caption = draw_picture(shape, size, chance)
         place = folder / f"{shape.repeats}_{shape.name}" / f"{shape.name}-{index // len(SHAPES) + 1:02d}.png"
-        if not place.exists():
-            write_atomically(place.with_suffix(".txt"), caption + "\n")
-            file = io.BytesIO()
-            image.save(file, "PNG")
-            write_atomically(place, file.getvalue())
-            written += 1
+        written += write_example(place, image, caption)
     return written
+
+
+def write_example(place: Path, image: Image.Image, caption: str) -> bool:
+    """A PNG with its caption in a .txt beside it; whether it was written: a picture that is there stays as it is."""
+    if place.exists():
+        return False
+    write_atomically(place.with_suffix(".txt"), caption + "\n")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    write_atomically(place, file.getvalue())
+    return True
 
 
 def draw_picture(shape: Shape, size: tuple[int, int], chance: random.Random) -> tuple[Image.Image, str]:

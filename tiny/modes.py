@@ -33,12 +33,11 @@ from tiny.judge import Judge, load_judge
 from tiny.score import (
     Score,
     draw_prompts,
-    is_new,
     known_prompts,
     load_pipeline,
     new_prompts,
     read_samples,
-    score_prompts,
+    score_by_kind,
     table,
 )
 from trainer.flow import image_ids, noise_level, pack
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if used:
             pipeline = float32(load_job(job_path(volume, used[0])).job, volume)
             pictures = draw_prompts(pipeline, prompts())
-            rows[MODES[used[0]].measure] = by_kind(judge, pictures, prompts())
+            rows[MODES[used[0]].measure] = score_by_kind(judge, pictures, prompts())
     print("\n".join(table({f"{name}: {kind}": score for name, kinds in rows.items() for kind, score in kinds.items()})))
     found = worse(rows)
     print("\n".join(found))
@@ -143,15 +142,7 @@ def train(name: str, mode: Mode, volume: Volume, drawn: Sequence[Path]) -> Path:
 def judged(judge: Judge, samples: Path) -> dict[str, Score]:
     """Of the last samples."""
     last = max(path.name.rpartition("-")[0] for path in samples.glob("step-*.png"))
-    return by_kind(judge, *read_samples(sorted(samples.glob(f"{last}-*.png"))))
-
-
-def by_kind(judge: Judge, pictures: torch.Tensor, said: Sequence[str]) -> dict[str, Score]:
-    rows = {}
-    for kind, new in (("known", False), ("new", True)):
-        chosen = [i for i, prompt in enumerate(said) if is_new(prompt) == new]
-        rows[kind] = score_prompts(judge, pictures[chosen], [said[i] for i in chosen])
-    return rows
+    return score_by_kind(judge, *read_samples(sorted(samples.glob(f"{last}-*.png"))))
 
 
 def worse(rows: Mapping[str, Mapping[str, Score]]) -> list[str]:
@@ -161,7 +152,7 @@ def worse(rows: Mapping[str, Mapping[str, Score]]) -> list[str]:
         for kind, score in rows[name].items():
             least = rows[MODES[name].measure][kind].all - WORST
             if score.all < least - 1e-9:
-                found.append(f"{name}: {score.all:.1%} of the {kind} prompts, at least {least:.1%} wanted")
+                found.append(f"{name}: {score.all:.1%} of the prompts of {kind}, at least {least:.1%} wanted")
     return found
 
 

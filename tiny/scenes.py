@@ -167,14 +167,14 @@ def _article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
 
-def varied_captions(scenes: Scenes, chance: np.random.Generator, open: float = 1.0) -> list[str]:
+def varied_captions(scenes: Scenes, chance: np.random.Generator, openness: float = 1.0) -> list[str]:
     """A caption for each scene as people would vary it: things left unsaid, and now and then a word nobody knows.
 
     The unknown words, spelled letter by letter by the tokenizers, give each letter a meaning to the text encoders; the
     model learns to draw something else it knows in their place, which is what a new word shows before fine-tuning.
-    ``open``: how often this happens, of 1.
+    ``openness``: how often this happens, beside the whole world's 1.
     """
-    luck = chance.random((len(scenes), 7)) / open
+    luck = chance.random((len(scenes), 7)) / openness
     return [_varied(scenes.words(row), luck[row], chance) for row in range(len(scenes))]
 
 

@@ -125,13 +125,20 @@ def table(rows: Mapping[str, Score]) -> list[str]:
 
 def score_samples(judge: Judge, folder: Path) -> dict[str, Score]:
     """Of a run's ``samples/``: for each step its known and its new prompts."""
-    rows = {}
+    rows: dict[str, Score] = {}
     for step in sorted({path.name.rpartition("-")[0] for path in folder.glob("step-*.png")}):
-        pictures, prompts = read_samples(sorted(folder.glob(f"{step}-*.png")))
-        for kind, new in (("known words", False), ("the new word", True)):
-            chosen = [i for i, prompt in enumerate(prompts) if is_new(prompt) == new]
-            if chosen:
-                rows[f"{step}, {kind}"] = score_prompts(judge, pictures[chosen], [prompts[i] for i in chosen])
+        kinds = score_by_kind(judge, *read_samples(sorted(folder.glob(f"{step}-*.png"))))
+        rows |= {f"{step}, {kind}": score for kind, score in kinds.items()}
+    return rows
+
+
+def score_by_kind(judge: Judge, pictures: torch.Tensor, prompts: Sequence[str]) -> dict[str, Score]:
+    """Of the prompts of known words, and of those with the new one; a kind that there is none of is left out."""
+    rows = {}
+    for kind, new in (("known words", False), ("the new word", True)):
+        chosen = [i for i, prompt in enumerate(prompts) if is_new(prompt) == new]
+        if chosen:
+            rows[kind] = score_prompts(judge, pictures[chosen], [prompts[i] for i in chosen])
     return rows
 
 

@@ -21,8 +21,8 @@ LEAST_PATCHES = 576  # 384 x 384 pixels: with fewer, neighbours say too little
 # of diagrams. Decoded noise has 0.1 and less, of which the VAE's blur is a part (measured with flux-tiny's VAE).
 APART = 2
 LEAST_CORRELATION = 0.2
-HARMLESS = ("warmup", "images_per_step", "datasets")  # what is doubted of these costs time, and breaks no model
 LEAST_ROUGHNESS = 8.0  # of 255: a smoother picture is no noise
+HARMLESS = ("warmup", "images_per_step", "datasets")  # what is doubted of these costs time, and breaks no model
 
 
 def fault_of(image: Image) -> Fault:

@@ -91,7 +91,7 @@ class Writing:
     expected: Expected | None = None  # what the file of an adapter must hold
     ema: dict[str, object] | None = None  # what the manifest says of the average
     stood_still: float = 0.0  # seconds that training waited for it
-    ended: float | None = None  # when the last byte was on the disk, where that went on in the background
+    ended: float | None = None  # when this process's last byte was on the disk; None where process 0 writes for all
     extents: list[Extent] = field(default_factory=list)
     failure: Exception | None = None
     given_up: Event = field(default_factory=Event)

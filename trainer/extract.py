@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--saturate", action="store_true")
     chosen = parser.parse_args(arguments)
-    targets = chosen.targets.replace("+", ",").split(",")
+    targets = chosen.targets.replace(",", "+")
     try:
         report = chosen.to.with_name(f"{chosen.to.stem}-layers.csv")
         for target in (chosen.to, report):

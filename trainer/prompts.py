@@ -48,7 +48,8 @@ class Prompts:
     def _look(self, file: Path) -> None:
         saved = None
         with suppress(OSError):  # told below
-            saved = file.stat().st_mtime_ns, file.stat().st_size
+            found = file.stat()
+            saved = found.st_mtime_ns, found.st_size
         if saved is not None and saved == self._failed:
             return  # a try takes minutes, in which the GPU waits
         try:
@@ -98,8 +99,7 @@ class Prompts:
             child.kill()
             child.wait()
         if Cache(run.cache).missing(texts):
-            told = f"encoding the new ones failed (exit status {child.returncode}); the log has more"
-            raise EncodingError(f"{told}. They are tried again when the file is saved anew")
+            raise EncodingError(f"encoding the new ones failed (exit status {child.returncode}); the log has more")
 
     def _wait(self, child: subprocess.Popen[bytes]) -> None:
         begun = time.monotonic()
@@ -108,8 +108,7 @@ class Prompts:
             if self.world.stop_requested:
                 raise PromptsError("a signal came while new ones were encoded")
             if time.monotonic() - begun > ENCODE_LIMIT:
-                told = f"encoding new ones took more than {ENCODE_LIMIT / 60:.0f} min"
-                raise EncodingError(f"{told}. They are tried again when the file is saved anew")
+                raise EncodingError(f"encoding new ones took more than {ENCODE_LIMIT / 60:.0f} min")
             time.sleep(0.1)
 
 
@@ -119,3 +118,6 @@ class PromptsError(RuntimeError):
 
 class EncodingError(PromptsError):
     """New prompts whose encoding came to nothing: it would come to nothing again."""
+
+    def __init__(self, told: str):
+        super().__init__(f"{told}. They are tried again when the file is saved anew")

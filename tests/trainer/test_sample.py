@@ -220,6 +220,13 @@ def test_processes_of_a_sharded_model_agree_on_what_failed(volume: Volume) -> No
 # ---------------------------------------------------------------- prompts in a file
 
 
+def run_drawing_from(file: Path, root: Path, base: Path, name: str = "test") -> RunFile:
+    """A run whose prompts stand in ``file``, of which "a cat" was the only one when it began."""
+    job = make_job(name=name, sample=SMALL | {"prompts_file": str(file)})
+    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
+    return make_run(root, job, make_weights(base))
+
+
 def prompts_of(run: RunFile, control: dist.ProcessGroup) -> Prompts:
     return Prompts(run, make_world(control))
 
@@ -228,10 +235,7 @@ def test_an_edited_file_is_drawn_from(volume: Volume, control: dist.ProcessGroup
     """New prompts are encoded by a process of their own."""
     file = volume.root / "prompts.txt"
     file.write_text("a cat\n")
-    job = make_job(name="edited", sample=SMALL | {"prompts_file": "prompts.txt"})
-    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
-    base = (volume.models / "flux-tiny").resolve()
-    run = make_run(volume.root, job, make_weights(base))
+    run = run_drawing_from(Path("prompts.txt"), volume.root, (volume.models / "flux-tiny").resolve(), name="edited")
     encode(run, "a cat")
     run.write(())
     prompts = prompts_of(run, control)
@@ -247,9 +251,7 @@ def test_the_last_good_list_stays(
     tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "prompts.txt"
-    job = make_job(sample=SMALL | {"prompts_file": str(file)})
-    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
-    run = make_run(tmp_path, job, make_weights(flux_tiny))
+    run = run_drawing_from(file, tmp_path, flux_tiny)
     encode(run, "a cat", "a dog")
     prompts = prompts_of(run, control)
     good = prompts.now()
@@ -278,9 +280,7 @@ def test_prompts_that_cannot_be_encoded_are_tried_once(
     """The GPU waits for each try."""
     file = tmp_path / "prompts.txt"
     file.write_text("a new one\n")
-    job = make_job(sample=SMALL | {"prompts_file": str(file)})
-    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
-    run = make_run(tmp_path, job, make_weights(flux_tiny))
+    run = run_drawing_from(file, tmp_path, flux_tiny)
     prompts = prompts_of(run, control)
     monkeypatch.setattr("trainer.prompts.sys.executable", "false")
     caplog.set_level(logging.INFO)
@@ -305,9 +305,7 @@ def test_new_prompts_wait_where_memory_is_short(
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a new one\n")
-    job = make_job(sample=SMALL | {"prompts_file": str(file)})
-    job = job.model_copy(update={"sample": job.sample.model_copy(update={"prompts": ("a cat",)})})
-    run = make_run(tmp_path, job, make_weights(flux_tiny))
+    run = run_drawing_from(file, tmp_path, flux_tiny)
     monkeypatch.setattr("trainer.prompts.read_free_memory", lambda: 1 << 30)
     assert [each.prompt for each in prompts_of(run, control).now()] == ["a cat"]
     assert "encoding new ones takes 3." in caplog.text
