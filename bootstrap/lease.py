@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from bootstrap.processes import boot_id, pid_space, start_time
-from bootstrap.volume import read_json, write_json
+from bootstrap.volume import read_json, remove_parts_of, write_json
 
 RENEW = 5.0  # seconds between two beats
 STALE = 60.0  # twelve missed beats: longer than a network volume has been seen to hang
@@ -121,6 +121,7 @@ class HeldLease:
             raise LeaseTakenError(f"{self.path} was just taken by another") from None
         os.close(descriptor)
         write_json(self.path, asdict(self.lease))
+        remove_parts_of(self.path)  # of an owner that was killed while it raised its counter
 
     def __enter__(self) -> Self:
         self._thread.start()

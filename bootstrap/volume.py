@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,9 +198,18 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 def remove_parts(*folders: Path) -> None:
     """Takes away what writes that were killed left in ``folders``. For their one writer: it is at no other write there
     than by ``write_atomically``."""
-    for path in (path for folder in folders for path in folder.glob(".*.part")):
-        if path.is_file() and f".{own_parts()}-" not in path.name:
-            path.unlink(missing_ok=True)
+    _remove_strange(path for folder in folders for path in folder.glob(".*.part"))
+
+
+def remove_parts_of(path: Path) -> None:
+    """Takes away what killed writes of ``path`` left beside it. For its one writer."""
+    _remove_strange(path.parent.glob(f".{glob.escape(path.name)}.*.part"))
+
+
+def _remove_strange(parts: Iterable[Path]) -> None:
+    for part in parts:
+        if part.is_file() and f".{own_parts()}-" not in part.name:
+            part.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path) -> None:

@@ -41,6 +41,16 @@ def test_a_free_lease_is_taken_and_given_back(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_what_a_killed_owner_left_of_its_lease_goes_with_the_next_owner(tmp_path: Path) -> None:
+    """SIGKILL while the counter was raised; parts of other files, such as half-fetched weights, are not its."""
+    path = tmp_path / ".fetch.lease"
+    left, other = tmp_path / "..fetch.lease.7-0badcafe-0.part", tmp_path / ".model.safetensors.0123.part"
+    for part in (left, other):
+        part.write_text("half")
+    HeldLease(path, "me", lambda: None).take(LeaseWatch("me"))
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])
+
+
 def test_a_lease_that_moves_is_never_free(tmp_path: Path) -> None:
     path, clock = tmp_path / "lease.json", Clock()
     watch = LeaseWatch("me", 60, clock)
