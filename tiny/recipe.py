@@ -574,7 +574,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=1 << 16, help="scenes that there are captions for")
     parser.add_argument("--side", type=int, default=128, help="pixels, a multiple of 64")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="by default on a GPU alone")
-    parser.add_argument("--small-from", type=float, default=0.5, help="part of the flow's time in the whole world")
+    parser.add_argument("--small-from", type=float, default=0.35, help="part of the flow's time in the whole world")
     parser.add_argument("--rate", type=float, default=1e-3, help="the transformer's and text encoders' learning rate")
     given = parser.parse_args()
     device = torch.device(given.device)

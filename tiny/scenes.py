@@ -45,7 +45,7 @@ UNSEEN = {"shape": "heart", "texture": "dotted"}
 
 # Shapes and textures of no name: outlines and waves that chance has drawn once and for all, each called by a made-up
 # word. Nobody is asked for them. Who has met many a strange word with a thing of its own learns another one quickly.
-STRANGERS = {"shape": 24, "texture": 6}
+STRANGERS = {"shape": 128, "texture": 24}
 
 # What flux-tiny is asked for: the part of all this that so few weights draw well.
 KNOWN: dict[str, tuple[str, ...]] = {
