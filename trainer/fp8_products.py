@@ -78,13 +78,25 @@ def product(a: torch.Tensor, b: torch.Tensor, by_row: bool, quick: bool = False)
     """
     if a.shape[1] % MULTIPLE or b.shape[0] % MULTIPLE:
         return F.linear(a, b)
-    a_codes, a_scale = codes(a, by_row)
-    b_codes, b_scale = codes(b, by_row)
+    return _multiplied(a, b, by_row, quick)
+
+
+@torch.library.custom_op("fluxpod::fp8_product", mutates_args=())
+def _multiplied(a: torch.Tensor, b: torch.Tensor, by_row: bool, quick: bool) -> torch.Tensor:
+    """An operation of its own, since a compiler that looks into it (torch 2.11, 2.13) writes what leads to a scale out
+    anew wherever the scale is used, layer within layer: a block's backward pass did not compile in minutes."""
+    a_codes, a_scale = _coded(a, by_row)
+    b_codes, b_scale = _coded(b, by_row)
     if by_row:
         b_scale = b_scale.t()
     return torch._scaled_mm(
         a_codes, b_codes.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=quick
     )
+
+
+@_multiplied.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, by_row: bool, quick: bool) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
 
 
 def codes(factor: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,3 +105,10 @@ def codes(factor: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tenso
     largest = values.abs().amax(dim=1, keepdim=True) if by_row else values.abs().amax()
     scale = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
     return (values / scale).clamp(-LARGEST, LARGEST).to(E4M3).contiguous(), scale
+
+
+_compiled_codes = torch.compile(codes, dynamic=True)  # two passes over a factor, not seven
+
+
+def _coded(factor: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return _compiled_codes(factor, by_row) if factor.is_cuda else codes(factor, by_row)
