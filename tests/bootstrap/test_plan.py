@@ -85,6 +85,27 @@ def test_fits(gpu: str, count: int, method: str, fits: bool) -> None:
     assert plan.optimizer_in_backward == (method == "full")
 
 
+@pytest.mark.parametrize(
+    ("cards", "optimizer", "memory", "on_the_host"),
+    [
+        (["A40"] * 2, "AdamW8bit", 90, False),
+        (["RTX 4090"] * 4, "AdamW8bit", 240, False),
+        (["RTX 4090"] * 2, "Lion8bit", 64, True),
+        (["RTX 4090"] * 2, "AdamW8bit", 120, True),
+    ],
+)
+def test_cards_that_are_small_train_all_weights_at_1024_px_together(
+    cards: list[str], optimizer: str, memory: int, on_the_host: bool
+) -> None:
+    here = pod(*cards, memory=memory * GIB)
+    keys = f"images_per_step: {len(cards)}\nresolution: 1024\noptimizer: {optimizer}\n"
+    plan = make_plan(job(extra=keys), here, DEV, LARGE)
+    assert plan.memory_per_gpu <= here.gpus[0].memory * USABLE
+    assert plan.processes == len(cards)
+    assert (plan.host_state_blocks > 0) == on_the_host
+    assert plan.streamed_blocks == 0
+
+
 @pytest.mark.parametrize("images", [1, 2, 3, 4, 5, 7, 8, 13])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
 def test_any_number_of_gpus(images: int, count: int) -> None:
