@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
