@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from bootstrap.bases import FLUX_TINY
 from bootstrap.plan import Plan
 from bootstrap.run_file import RunFile
+from bootstrap.tensor_files import Rows
 from bootstrap.weights import Weights
 from jobs.schema import Job
 from trainer.optimizer import Optimizer, SavedOptimizer
@@ -129,4 +131,9 @@ def saved(*optimizers: Optimizer) -> SavedOptimizer:
     def read(name: str, first: int, last: int | None) -> torch.Tensor:
         return whole[name][first:last].clone() if shapes[name] else whole[name].clone()
 
-    return SavedOptimizer(shapes, read, scalars)
+    def fill(rows: Iterable[Rows]) -> None:
+        for each in rows:
+            each.target.copy_(whole[each.name][each.first : each.first + each.target.shape[0]])
+
+    dtypes = {name: tensor.dtype for name, tensor in whole.items()}
+    return SavedOptimizer(shapes, dtypes, read, fill, scalars)

@@ -11,6 +11,7 @@ from bitsandbytes import functional as kernels
 
 from bootstrap.estimate import BLOCK_8BIT, stored_in_8bit
 from bootstrap.flux_shape import spread
+from bootstrap.tensor_files import Rows
 from jobs.problem import JobError, Problem
 from jobs.schema import Job
 from trainer.optimizer import Optimizer, OptimizerStateError, Piece, SavedOptimizer
@@ -136,10 +137,10 @@ class Blockwise(Optimizer):
         ]
 
     def load(self, saved: SavedOptimizer) -> None:
-        for piece in self.pieces():
+        pieces = self.pieces()
+        for piece in pieces:
             if saved.shapes.get(piece.name) != piece.shape:
                 raise OptimizerStateError(f"the state has no {piece.name} of shape {piece.shape}")
-            rows = saved.read(piece.name, piece.first_row, piece.first_row + piece.tensor.shape[0])
-            if rows.dtype != piece.tensor.dtype:
-                raise OptimizerStateError(f"the state keeps {piece.name} as {rows.dtype}, not {piece.tensor.dtype}")
-            piece.tensor.copy_(rows)
+            if (kept := saved.dtypes[piece.name]) != piece.tensor.dtype:
+                raise OptimizerStateError(f"the state keeps {piece.name} as {kept}, not {piece.tensor.dtype}")
+        saved.fill(Rows(piece.tensor, piece.name, piece.first_row) for piece in pieces)

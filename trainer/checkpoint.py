@@ -45,7 +45,7 @@ from bootstrap.state import (
     set_aside,
     write_manifest,
 )
-from bootstrap.tensor_files import open_tensors
+from bootstrap.tensor_files import Rows, load_rows, open_tensors
 from bootstrap.volume import flush_folder
 from trainer.adapter_files import KEPT, Expected, kept_pieces
 from trainer.ema import PREFIX as EMA_PREFIX
@@ -53,6 +53,7 @@ from trainer.ema import Ema, load_ema
 from trainer.file_hashes import fill_places
 from trainer.optimizer import Optimizer, Piece, SavedOptimizer
 from trainer.state_files import (
+    MOST_COPIERS,
     MOST_WRITERS,
     DiscardedError,
     Layout,
@@ -90,6 +91,7 @@ class Writing:
     validated: Validated | None = None
     expected: Expected | None = None  # what the file of an adapter must hold
     ema: dict[str, object] | None = None  # what the manifest says of the average
+    copying: float = 0.0  # seconds that its copy to the host took
     stood_still: float = 0.0  # seconds that training waited for it
     ended: float | None = None  # when this process's last byte was on the disk; None where process 0 writes for all
     extents: list[Extent] = field(default_factory=list)
@@ -129,6 +131,8 @@ class Saver:
         self.run, self.world, self.free_memory = run, world, free_memory
         self.writing: Writing | None = None
         self.writers = min(MOST_WRITERS, 2 * run.plan.threads + 1)  # more than CPUs: half of them wait for the disk
+        self.copiers = min(MOST_COPIERS, max(2, run.plan.threads))  # training stands still: the CPUs are free
+        self.copy_pays = True  # whether the last state was not written faster than it was copied
         self.stood_still = 0.0  # seconds that training waited for the last state
         self.many_writers: bool | None = None  # whether the volume takes them; not tried yet
 
@@ -205,17 +209,20 @@ class Saver:
         writing.stood_still = time.monotonic() - begun
 
     def _write(self, writing: Writing) -> None:
-        """In the background where there is room for a copy, else now."""
-        if not self._room_for_a_copy(writing.layouts):
+        """In the background where there is room for a copy, else now. A copy that took longer than writing leaves the
+        next state to be written at once; the one after that tries again, on memory that may be had faster then."""
+        if not self._can_copy(writing.layouts):
             writing.write(self.writers)
             return
-        writing.layouts = [layout.copied(self.writers) for layout in writing.layouts]
+        begun = time.monotonic()
+        writing.layouts = together(self.world, lambda: [each.copied(self.copiers) for each in writing.layouts])
+        writing.copying = time.monotonic() - begun
         writing.thread = Thread(target=writing.write, args=(self.writers,), name="save", daemon=True)
         writing.thread.start()
 
-    def _room_for_a_copy(self, layouts: Iterable[Layout]) -> bool:
+    def _can_copy(self, layouts: Iterable[Layout]) -> bool:
         need = sum(self.world.gather(sum(layout.bytes for layout in layouts)))
-        return self.world.from_lead(need + MEMORY_LEFT <= self.free_memory())
+        return self.world.from_lead(self.copy_pays and need + MEMORY_LEFT <= self.free_memory())
 
     def guess(self) -> float:
         """Seconds that training will wait for a state, before any was saved: while it is copied to the host, or, where
@@ -237,14 +244,18 @@ class Saver:
             final = self.run.folder.states / folder_name(writing.step)
             together(world, lambda: _publish(writing.part, final, manifest, self.run) if world.leads else None)
         self.writing = None
+        self.copy_pays = 2 * writing.copying <= manifest.seconds
         self.stood_still = stood_still = writing.stood_still + time.monotonic() - begun
         size = sum(manifest.files.values()) / 1e9
         log.info(
-            "saved the state of step %d in %.1f s (%.2f GB); training stood still for %.1f s",
+            "saved the state of step %d in %.1f s (%.2f GB); training stood still for %.1f s%s",
             writing.step,
             manifest.seconds,
             size,
             stood_still,
+            ""
+            if self.copy_pays
+            else "; copying it took longer than writing, so the next is written while training waits",
         )
         return State(final, manifest)
 
@@ -366,14 +377,18 @@ def load_optimizer(state: State, optimizer: Optimizer, got_further: Callable[[],
     ``got_further`` is called for each run of rows: 90 GB from a slow volume take more than half an hour.
     """
     with open_tensors(state.optimizer) as reader:
-        entries = reader.header.tensors.items()
-        shapes = {name: entry.shape for name, entry in entries if not name.startswith((KEPT, EMA_PREFIX))}
+        entries = {n: e for n, e in reader.header.tensors.items() if not n.startswith((KEPT, EMA_PREFIX))}
 
         def read(name: str, start: int, stop: int | None) -> torch.Tensor:
             got_further()
             return reader.read(name, start, stop)
 
-        optimizer.load(SavedOptimizer(shapes, read, state.manifest.optimizer_scalars))
+        def fill(rows: Iterable[Rows]) -> None:
+            load_rows(state.optimizer, rows, got_further)
+
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        dtypes = {name: entry.dtype for name, entry in entries.items()}
+        optimizer.load(SavedOptimizer(shapes, dtypes, read, fill, state.manifest.optimizer_scalars))
 
 
 def load_average(state: State, tensors: list[Trained], ema: Ema | None) -> None:

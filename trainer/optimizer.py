@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bootstrap.tensor_files import Rows
 from trainer.rounding import round_stochastically
 from trainer.trained import Trained
 
@@ -34,7 +35,9 @@ class SavedOptimizer:
     """What a state kept of an optimizer."""
 
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
     read: Callable[[str, int, int | None], torch.Tensor]  # rows of a tensor, in CPU memory
+    fill: Callable[[Iterable[Rows]], None]  # tensors on any device, at the speed of the link to it
     scalars: dict[str, Any]
 
 

@@ -25,8 +25,8 @@ from trainer.adapter_files import resume_adapter
 from trainer.checkpoint import Saver, load_optimizer, publish_output
 from trainer.make_optimizer import make_optimizer
 from trainer.model import build_model, fill, sources
-from trainer.optimizer import Optimizer
-from trainer.state_files import NonFiniteError
+from trainer.optimizer import Optimizer, Piece
+from trainer.state_files import NonFiniteError, lay_out
 from trainer.trained import Trained, trained_tensors
 from trainer.world import World
 
@@ -140,6 +140,41 @@ def test_a_state_tells_what_its_writing_took_not_when_it_was_published(
     at_most = time.monotonic() - begun
     time.sleep(0.01)
     assert saver.publish().manifest.seconds <= at_most + 0.001  # milliseconds are told
+
+
+def test_a_copy_slower_than_writing_leaves_the_next_state_to_be_written_at_once(
+    set_up: Callable[..., Setup], world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, tensors, optimizer = set_up()
+    saver, copied = Saver(run, world, free_memory=lambda: 1 << 40), []
+    caplog.set_level("INFO", checkpoint.__name__)
+    for step in (1, 2, 3):
+        saver.begin(step, tensors, optimizer, {})
+        assert saver.writing
+        copied.append(saver.writing.thread is not None)
+        saver.writing.copying *= 1e6 if step == 1 else 0
+        saver.publish()
+    assert copied == [True, False, True]
+    told = [message for message in caplog.messages if "copying it took longer than writing" in message]
+    assert len(told) == 1
+    assert "step 1 " in told[0]
+
+
+def test_what_is_copied_is_the_same_in_memory_of_its_own(world: World) -> None:
+    tensors = [
+        torch.randn(3, 1_000_001).to(torch.bfloat16),  # more than is copied at a time, and not a multiple of it
+        torch.randint(0, 255, (5, 256), dtype=torch.uint8),
+        torch.tensor(2.5),
+        torch.randn(7, 6).T,
+    ]
+    pieces = [Piece(str(number), tensor, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
+    layout = lay_out("file", pieces, {}, world)
+    copied, before = layout.copied(3), [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(torch.equal(piece.tensor, old) for piece, old in zip(copied.pieces, before, strict=True))
+    assert [(s.offset, s.length) for s in copied.spans()] == [(s.offset, s.length) for s in layout.spans()]
+    assert lay_out("none", [], {}, world).copied(3).pieces == ()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
