@@ -84,7 +84,7 @@ def dd(folder: Path, gigabytes: int) -> float:
         seconds = time.monotonic() - begun
         path.unlink(missing_ok=True)
         if done.returncode:
-            print(f"dd {' '.join(how)}: {done.stderr.splitlines()[0]}", flush=True)
+            print(f"dd {' '.join(how)}: {done.stderr.strip() or done.returncode}", flush=True)
             continue
         size = int(re.search(r"^(\d+) bytes", done.stderr, re.MULTILINE)[1])  # type: ignore[index]
         print(f"dd {' '.join(how)}: {size / seconds / 1e9:.2f} GB/s", flush=True)
