@@ -31,9 +31,11 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round(source: torch.Tensor, first: int, key_1: int, key_2: int) -> torch.Tensor:
-    index = torch.arange(source.numel(), dtype=torch.int32, device=source.device).reshape(source.shape) + first
-    pair = _mix(_mix((index >> 1) ^ key_1) + key_2)
-    bits = torch.where((index & 1).bool(), pair >> 16, pair) & 0xFFFF
+    behind = first & 1  # how many bits of the first hash belong to the neighbour before
+    count = source.numel()
+    pair = torch.arange(first >> 1, (first + count + 1) >> 1, dtype=torch.int32, device=source.device)
+    halves = _mix(_mix(pair ^ key_1) + key_2).view(torch.int16)  # the lower one first, as every host we run on has them
+    bits = (halves[behind : behind + count].to(torch.int32) & 0xFFFF).view(source.shape)
     rounded = ((source.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     # CUDA's own NaN is 0x7fffffff, which any carry turns into minus zero: a broken weight would pass for a whole one.
     return torch.where(source.isnan(), source, rounded).to(torch.bfloat16)
