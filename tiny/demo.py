@@ -23,10 +23,19 @@ from bootstrap.outcome import DONE
 from bootstrap.volume import RunFolder, Volume, write_atomically
 from tiny.drawn import write_example
 from tiny.judge import load_judge
-from tiny.scenes import KNOWN, UNSEEN, Scenes, caption, draw, random_scenes, standard_luck
+from tiny.scenes import ATTRIBUTES, KNOWN, UNSEEN, Scenes, caption, draw, standard_luck
 from tiny.score import known_prompts, new_prompts, score_samples, table
 
-PICTURES = 24
+LIES = {  # how many of the 24 pictures of a set show a figure where
+    ("one", "anywhere"): 3,
+    ("one", "middle"): 1,  # the same place, said
+    ("one", "left"): 3,
+    ("one", "right"): 3,
+    ("one", "top"): 4,
+    ("one", "bottom"): 3,
+    ("two", "anywhere"): 4,
+    ("three", "anywhere"): 3,
+}
 JOBS = ("demo-full", "demo-lora")
 JOB = """\
 # Teaches flux-tiny the dotted heart, which it has never seen. Neither a GPU nor an account is needed.
@@ -35,18 +44,19 @@ base: flux-tiny
 method: {method}
 datasets:
   - path: datasets/hearts
-    repeats: 3
+    repeats: 5
   - path: datasets/familiar   # what it draws already, lest it forgets
 steps: {steps}
 images_per_step: 12
 resolution: 128
 bucket_step: 16
 optimizer: AdamW
+optimizer_args: {{ betas: [0.9, 0.95] }}   # a short memory for a short run
 learning_rate: {rate}    # {why}
 schedule: cosine
 warmup: 5
 timestep_sampling: shift
-discrete_flow_shift: 3   # what there will be is decided where there is much noise
+discrete_flow_shift: 1.5   # what there will be is decided where there is much noise, dots where there is less
 save: {{ every: {every}, states: 1, weights: 2 }}
 sample:
   every: {every}
@@ -66,21 +76,58 @@ FULL: dict[str, Any] = {
 }
 LORA: dict[str, Any] = {
     "method": "lora",
-    "steps": 150,
-    "every": 75,
+    "steps": 220,
+    "every": 110,
     "rate": "5e-3",
     "why": "flux-tiny is small; a real FLUX needs 1e-4",
 }
 
 
-def draw_hearts(folder: Path, count: int = PICTURES, seed: int = 1) -> int:
-    """Writes ``count`` pictures of the new thing; see ``write_pictures``."""
-    return write_pictures(folder, "heart", random_scenes(np.random.default_rng(seed), count, UNSEEN, among=KNOWN))
+def draw_hearts(folder: Path, seed: int = 1) -> int:
+    """Writes 24 pictures of the new thing; see ``write_pictures``."""
+    return write_pictures(folder, "heart", varied_scenes(np.random.default_rng(seed), UNSEEN))
 
 
-def draw_familiar(folder: Path, count: int = PICTURES, seed: int = 2) -> int:
-    """Writes ``count`` pictures of things that flux-tiny draws already; see ``write_pictures``."""
-    return write_pictures(folder, "familiar", random_scenes(np.random.default_rng(seed), count, among=KNOWN))
+def draw_familiar(folder: Path, seed: int = 2) -> int:
+    """Writes 24 pictures of things that flux-tiny draws already; see ``write_pictures``."""
+    return write_pictures(folder, "familiar", varied_scenes(np.random.default_rng(seed)))
+
+
+def varied_scenes(chance: np.random.Generator, fixed: Mapping[str, str] | None = None, tries: int = 4000) -> Scenes:
+    """Scenes as somebody would choose them who has but 24: every place as ``LIES`` says, every colour and ground
+    equally often, and of so many ``tries`` the one in which most of them meet."""
+    count = sum(LIES.values())
+    places = np.repeat(np.arange(len(LIES)), list(LIES.values()))
+    spots = np.where(places > 0, places - 1, 0)  # in the middle or anywhere is the same one
+    palette = np.resize([ATTRIBUTES["colour"].index(word) for word in KNOWN["colour"]], count)
+
+    def met(colour: np.ndarray, ground: np.ndarray) -> float:
+        kinds = ((1.0, spots, colour), (0.5, colour, ground), (0.25, spots, ground))
+        return sum(weight * len(set(zip(a.tolist(), b.tolist(), strict=True))) for weight, a, b in kinds)
+
+    pairs = [(chance.permutation(palette), chance.permutation(palette)) for _ in range(tries)]
+    colour, ground = max((pair for pair in pairs if (pair[0] != pair[1]).all()), key=lambda pair: met(*pair))
+
+    def spread(name: str, words: Sequence[str]) -> np.ndarray:
+        if fixed and name in fixed:
+            words = (fixed[name],)
+        values = np.resize([ATTRIBUTES[name].index(word) for word in words], count)
+        return chance.permutation(values) if len(words) > 1 else values
+
+    lies = [key for key, times in LIES.items() for _ in range(times)]
+    return Scenes(
+        {
+            "count": np.array([ATTRIBUTES["count"].index(figures) for figures, _ in lies]),
+            "size": spread("size", KNOWN["size"]),
+            "style": spread("style", KNOWN["style"]),
+            "texture": spread("texture", KNOWN["texture"]),
+            "colour": colour,
+            "shape": spread("shape", KNOWN["shape"]),
+            "position": np.array([ATTRIBUTES["position"].index(place) for _, place in lies]),
+            "ground_texture": spread("ground_texture", ("plain", "striped", "plain", "checkered")),
+            "ground": ground,
+        }
+    )
 
 
 def write_pictures(folder: Path, name: str, scenes: Scenes) -> int:
@@ -105,7 +152,7 @@ def prepare(volume: Volume) -> list[Path]:
     """Puts the jobs and their pictures on the volume, where they are not there yet; gives the jobs' paths."""
     volume.create()
     draw_datasets(volume)
-    prompts = [*new_prompts(8), *known_prompts(8)]
+    prompts = [*new_prompts(6), *known_prompts(6)]
     paths = []
     for name, settings in zip(JOBS, (FULL, LORA), strict=True):
         paths.append(volume.jobs / f"{name}.yaml")

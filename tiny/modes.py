@@ -62,7 +62,7 @@ class Mode:
 
 def full(optimizer: str, pace: float = 1.0, processes: int = 1, again: bool = False) -> Mode:
     keys = {"optimizer": optimizer, "learning_rate": float(FULL["rate"]) * pace, "plan": {"processes": processes}}
-    return Mode(FULL, keys, again)
+    return Mode(FULL, keys if "Adam" in optimizer else keys | {"optimizer_args": {}}, again)
 
 
 def lora(precision: str, processes: int = 1) -> Mode:
@@ -173,7 +173,7 @@ def float32(job: Job, volume: Volume) -> Any:
         targets = target_layers(layers, job.lora.targets)
         model.add_adapter(LoraConfig(r=job.lora.rank, lora_alpha=job.lora.rank, target_modules=targets))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, weight_decay=job.weight_decay)
+    optimizer = torch.optim.AdamW(trained, weight_decay=job.weight_decay, **job.optimizer_args)
     assert job.steps
     factor, chance = make_schedule(job, job.steps), np.random.default_rng(1)
     latents, text, pooled = encoded(job, volume, pipeline)

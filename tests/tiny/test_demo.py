@@ -24,13 +24,13 @@ def test_the_jobs_are_valid(tmp_path: Path) -> None:
 
 
 def test_the_pictures_show_and_say_what_is_new_and_stay_where_they_are(tmp_path: Path) -> None:
-    assert demo.draw_hearts(tmp_path, 6) == 6
+    assert demo.draw_hearts(tmp_path) == 24
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert all(word in (tmp_path / f"heart-{i:02d}.txt").read_text() for i in range(1, 7) for word in UNSEEN.values())
-    assert demo.draw_hearts(tmp_path, 6) == 0
+    assert all(word in (tmp_path / f"heart-{i:02d}.txt").read_text() for i in range(1, 25) for word in UNSEEN.values())
+    assert demo.draw_hearts(tmp_path) == 0
     (tmp_path / "heart-02.png").unlink()
     (tmp_path / "heart-03.png").write_text("mine")
-    assert demo.draw_hearts(tmp_path, 6) == 1
+    assert demo.draw_hearts(tmp_path) == 1
     again = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert again == files | {"heart-03.png": b"mine"}
 
@@ -50,7 +50,7 @@ def test_it_prepares_a_volume_and_ends_with_the_runs_code(
     volume = tmp_path / "volume"
     assert demo.main(["--volume", str(volume)]) == 65
     assert calls == [(volume / "jobs" / "demo-full.yaml", volume)]
-    assert len(list((volume / "datasets" / "hearts").rglob("*.png"))) == demo.PICTURES
+    assert len(list((volume / "datasets" / "hearts").rglob("*.png"))) == 24
     assert "ended with code 65" in capsys.readouterr().out
     (volume / "jobs" / "demo-full.yaml").write_text("mine")
     demo.main(["--volume", str(volume)])
