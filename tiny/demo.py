@@ -69,9 +69,9 @@ plan: {{ processes: 2 }}   # trained as on two GPUs, without any
 """
 FULL: dict[str, Any] = {
     "method": "full",
-    "steps": 120,
-    "every": 60,
-    "rate": "8e-4",
+    "steps": 180,
+    "every": 90,
+    "rate": "7e-4",
     "why": "flux-tiny is small; a real FLUX needs 1e-5",
 }
 LORA: dict[str, Any] = {
