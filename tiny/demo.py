@@ -44,7 +44,7 @@ base: flux-tiny
 method: {method}
 datasets:
   - path: datasets/hearts
-    repeats: 5
+    repeats: {repeats}
   - path: datasets/familiar   # what it draws already, lest it forgets
 steps: {steps}
 images_per_step: 12
@@ -69,13 +69,15 @@ plan: {{ processes: 2 }}   # trained as on two GPUs, without any
 """
 FULL: dict[str, Any] = {
     "method": "full",
-    "steps": 180,
-    "every": 90,
-    "rate": "7e-4",
+    "repeats": 3,
+    "steps": 120,
+    "every": 60,
+    "rate": "8e-4",
     "why": "flux-tiny is small; a real FLUX needs 1e-5",
 }
 LORA: dict[str, Any] = {
     "method": "lora",
+    "repeats": 5,
     "steps": 220,
     "every": 110,
     "rate": "5e-3",

@@ -38,8 +38,8 @@ def test_the_demo_teaches_a_shape_and_a_look_and_little_is_forgotten(settings: d
     job |= {"plan": {"processes": 1}, "caption_dropout": 0.0}
     scores = score_samples(load_judge(), trained(volume, **job).run.folder.samples)
     before, after = "step-000000", f"step-{settings['steps']:06d}"
-    assert scores[f"{before}, known words"].all >= 0.85
+    assert scores[f"{before}, known words"].all >= 0.9
     assert scores[f"{before}, the new word"].shares["shape"] == 0
-    assert scores[f"{after}, the new word"].shares["shape"] >= 0.25
-    assert scores[f"{after}, the new word"].shares["texture"] >= 0.25
-    assert scores[f"{after}, known words"].all >= scores[f"{before}, known words"].all - 0.19  # three pictures
+    assert scores[f"{after}, the new word"].shares["shape"] >= 0.7
+    assert scores[f"{after}, the new word"].shares["texture"] >= 0.6
+    assert scores[f"{after}, known words"].all >= scores[f"{before}, known words"].all - 0.13  # two pictures
