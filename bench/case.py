@@ -23,7 +23,6 @@ from diffusers import FluxTransformer2DModel
 from bench.cases import Case, find_case
 from bootstrap.cache import ShardWriter
 from bootstrap.dataset import Item
-from bootstrap.estimate import USABLE
 from bootstrap.flux_shape import FluxShape
 from bootstrap.gpus import GIB
 from bootstrap.plan import DataSummary, make_plan
@@ -40,6 +39,7 @@ from trainer.self_check import choose_attention
 from trainer.train import Training, train
 from trainer.world import World, join_world
 
+LEFT_BY_DRIVER = 0.99  # of the memory that nvidia-smi shows
 WARM_UP = 3  # steps that are not counted: the first compiles
 TEXT_TOKENS = 512
 CEILING_SIZE = 8192
@@ -84,13 +84,17 @@ def prepare(case: Case, volume: Volume) -> RunFile:
 
 
 def pod_of(case: Case, volume: Volume) -> Pod:
-    """This pod, its GPUs no larger than the card that the case is about."""
+    """This pod, its GPUs no larger than the card that the case is about.
+
+    What the case may fill is what that card's driver leaves. The plan fills less, as on the card itself: torch's
+    allocator, which needs some of it, otherwise gives memory back and asks for it again in every step.
+    """
     pod = replace(read_pod(volume.root), p2p=os.environ.get("NCCL_P2P_DISABLE", "0") == "0")
     if case.host_gib is not None:
         pod = replace(pod, memory=min(pod.memory, int(case.host_gib * GIB)))
     if case.card_gib is None:
         return pod
-    memory = int(case.card_gib * GIB / USABLE)
+    memory = int(case.card_gib * GIB / LEFT_BY_DRIVER)
     return replace(pod, gpus=tuple(replace(gpu, memory=min(gpu.memory, memory)) for gpu in pod.gpus))
 
 
