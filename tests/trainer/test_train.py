@@ -191,7 +191,7 @@ def test_samples_change_no_later_step(full: dict[int, Trained], volume: Volume) 
 # ---------------------------------------------------------------- what people draw with the output
 
 
-def stock_picture(base: Path, prompt: str, prepare: Callable[[Any], None]) -> np.ndarray:
+def stock_picture(base: Path, prompt: str, prepare: Callable[[Any], None], steps: int = 2) -> np.ndarray:
     """What diffusers draws with our file, by the settings of ``SMALL`` and the job's defaults."""
     from diffusers import FluxPipeline
 
@@ -200,7 +200,7 @@ def stock_picture(base: Path, prompt: str, prepare: Callable[[Any], None]) -> np
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator("cpu").manual_seed(42)
     image = pipeline(
-        prompt, width=64, height=64, num_inference_steps=2, guidance_scale=3.5, generator=generator,
+        prompt, width=64, height=64, num_inference_steps=steps, guidance_scale=3.5, generator=generator,
         max_sequence_length=32,
     ).images[0]  # fmt: skip
     return np.asarray(image, dtype=int)
@@ -237,18 +237,23 @@ def test_a_finished_checkpoint_draws_the_last_sample_in_the_stock_pipeline(
     [
         {"layout": "kohya", "targets": ["transformer_blocks.*.attn.*", "transformer_blocks.*.ff.net.*"]},
         {"layout": "diffusers", "targets": ["*transformer_blocks.*.attn.*", "*.proj_mlp", "x_embedder"]},
+        {"layout": "diffusers", "targets": "all-linear", "dora": True},
     ],
+    ids=["kohya", "diffusers", "DoRA"],
 )
 def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(
     lora: dict[str, Any], volume: Volume, flux_tiny: Path
 ) -> None:
     """kohya's layout on double blocks: diffusers' reader of it takes the single blocks' width for that of FLUX.1."""
-    prompt = "a star"
+    prompt, dora, steps = "a star", lora.get("dora", False), 20
     keys: dict[str, Any] = {"method": "lora", "lora": {"rank": 4} | lora, "steps": 3, "learning_rate": 0.1}
-    each = trained(volume, name=f"adapter-picture-{lora['layout']}", sample=SMALL | {"prompts": [prompt]}, **keys)
-    stock = stock_picture(flux_tiny, prompt, lambda pipeline: pipeline.load_lora_weights(each.output))
-    assert np.abs(stock - last_sample(each)).max() <= 1
-    untrained = stock_picture(flux_tiny, prompt, lambda pipeline: None)
+    sample = SMALL | {"steps": steps, "prompts": [prompt]}
+    each = trained(volume, name=f"adapter-picture-{lora['layout']}-{dora}", sample=sample, **keys)
+    stock = stock_picture(flux_tiny, prompt, lambda pipeline: pipeline.load_lora_weights(each.output), steps)
+    # peft multiplies a DoRA in another order, and what bf16 rounds grows over the steps.
+    assert np.abs(stock - last_sample(each)).max() <= (3 if dora else 1)
+    assert np.abs(stock - last_sample(each)).mean() < 0.5
+    untrained = stock_picture(flux_tiny, prompt, lambda pipeline: None, steps)
     assert np.abs(untrained - last_sample(each)).mean() > 20
 
 
