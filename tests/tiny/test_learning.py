@@ -42,4 +42,4 @@ def test_the_demo_teaches_a_shape_and_a_look_and_little_is_forgotten(settings: d
     assert scores[f"{before}, the new word"].shares["shape"] == 0
     assert scores[f"{after}, the new word"].shares["shape"] >= 0.7
     assert scores[f"{after}, the new word"].shares["texture"] >= 0.6
-    assert scores[f"{after}, known words"].all >= scores[f"{before}, known words"].all - 0.19  # three pictures
+    assert scores[f"{after}, known words"].all >= scores[f"{before}, known words"].all - 0.13  # two pictures
