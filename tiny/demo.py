@@ -26,7 +26,7 @@ from tiny.judge import load_judge
 from tiny.scenes import ATTRIBUTES, KNOWN, UNSEEN, Scenes, caption, draw, standard_luck
 from tiny.score import known_prompts, new_prompts, score_samples, table
 
-LIES = {  # how many of the 24 pictures of a set show a figure where
+LAYOUTS = {  # how many of the 24 pictures of a set show a figure where
     ("one", "anywhere"): 3,
     ("one", "middle"): 1,  # the same place, said
     ("one", "left"): 3,
@@ -97,10 +97,10 @@ def draw_familiar(folder: Path, seed: int = 2) -> int:
 
 
 def varied_scenes(chance: np.random.Generator, fixed: Mapping[str, str] | None = None, tries: int = 4000) -> Scenes:
-    """Scenes as somebody would choose them who has but 24: every place as ``LIES`` says, every colour and ground
+    """Scenes as somebody would choose them who has but 24: every place as ``LAYOUTS`` says, every colour and ground
     equally often, and of so many ``tries`` the one in which most of them meet."""
-    count = sum(LIES.values())
-    places = np.repeat(np.arange(len(LIES)), list(LIES.values()))
+    count = sum(LAYOUTS.values())
+    places = np.repeat(np.arange(len(LAYOUTS)), list(LAYOUTS.values()))
     spots = np.where(places > 0, places - 1, 0)  # in the middle or anywhere is the same one
     palette = np.resize([ATTRIBUTES["colour"].index(word) for word in KNOWN["colour"]], count)
 
@@ -117,16 +117,16 @@ def varied_scenes(chance: np.random.Generator, fixed: Mapping[str, str] | None =
         values = np.resize([ATTRIBUTES[name].index(word) for word in words], count)
         return chance.permutation(values) if len(words) > 1 else values
 
-    lies = [key for key, times in LIES.items() for _ in range(times)]
+    layouts = [key for key, times in LAYOUTS.items() for _ in range(times)]
     return Scenes(
         {
-            "count": np.array([ATTRIBUTES["count"].index(figures) for figures, _ in lies]),
+            "count": np.array([ATTRIBUTES["count"].index(figures) for figures, _ in layouts]),
             "size": spread("size", KNOWN["size"]),
             "style": spread("style", KNOWN["style"]),
             "texture": spread("texture", KNOWN["texture"]),
             "colour": colour,
             "shape": spread("shape", KNOWN["shape"]),
-            "position": np.array([ATTRIBUTES["position"].index(place) for _, place in lies]),
+            "position": np.array([ATTRIBUTES["position"].index(place) for _, place in layouts]),
             "ground_texture": spread("ground_texture", ("plain", "striped", "plain", "checkered")),
             "ground": ground,
         }
