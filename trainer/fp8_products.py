@@ -84,7 +84,7 @@ def product(a: torch.Tensor, b: torch.Tensor, by_row: bool, quick: bool = False)
 @torch.library.custom_op("fluxpod::fp8_product", mutates_args=())
 def _multiplied(a: torch.Tensor, b: torch.Tensor, by_row: bool, quick: bool) -> torch.Tensor:
     """An operation of its own: compiled into its block, tensorwise, it was not done in three minutes on a GPU (torch
-    2.11); on a CPU (2.13) the compiler was found in the backward pass, at expressions written out within one another."""
+    2.11). On a CPU (2.13) the compiler was found in the backward pass, at expressions written out within each other."""
     a_codes, a_scale = _coded(a, by_row)
     b_codes, b_scale = _coded(b, by_row)
     if by_row:

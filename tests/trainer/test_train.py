@@ -250,7 +250,7 @@ def test_a_finished_adapter_draws_the_last_sample_in_the_stock_pipeline(
     sample = SMALL | {"steps": steps, "prompts": [prompt]}
     each = trained(volume, name=f"adapter-picture-{lora['layout']}-{dora}", sample=sample, **keys)
     stock = stock_picture(flux_tiny, prompt, lambda pipeline: pipeline.load_lora_weights(each.output), steps)
-    # A DoRA was 2 off: likely, as peft multiplies it in another order, and what bf16 rounds grows over the steps.
+    # A DoRA was 2 off, likely since peft multiplies it in another order and bf16 rounds it on over the steps.
     assert np.abs(stock - last_sample(each)).max() <= (3 if dora else 1)
     assert np.abs(stock - last_sample(each)).mean() < 0.5
     untrained = stock_picture(flux_tiny, prompt, lambda pipeline: None, steps)
