@@ -101,7 +101,7 @@ def test_stock_diffusers_loads_the_same_weights(
         for name in found.keys() | adapter.keys():
             (scale,) = found[name].scaling.values()
             (down,), (up,) = found[name].lora_A.values(), found[name].lora_B.values()
-            # in float64: in float32 the sums over 3072 columns differ by 5e-5 of the largest from one processor to another
+            # in float64: float32 sums over 3072 columns differ by 5e-5 of the largest between processors
             some = torch.randn(down.weight.shape[1], generator=generator, dtype=torch.float64)
             theirs = scale * product(up.weight, down.weight, some)
             ours = adapter[name].scale * product(adapter[name].up, adapter[name].down, some) if name in adapter else 0
