@@ -21,6 +21,7 @@ from PIL import Image
 from bootstrap.flux_tiny import TEXT_TOKENS, make_flux_tiny
 from tiny.judge import NOT_JUDGED, Judge, load_judge, right
 from tiny.scenes import ATTRIBUTES, KNOWN, UNSEEN, Scenes, caption, random_scenes, read_captions
+from trainer.processor import use_processor
 
 SIDE = 128
 STEPS = 20
@@ -77,7 +78,7 @@ def draw_prompts(pipeline: Any, prompts: Sequence[str], seed: int = 0, guidance:
 
 
 def load_pipeline(folder: Path, lora: Path | None = None) -> Any:
-    """Stock diffusers' pipeline in bf16, without progress bars."""
+    """Stock diffusers' pipeline in bf16, without progress bars, and quick on any processor."""
     import diffusers
     import transformers
     from diffusers import FluxPipeline
@@ -87,6 +88,7 @@ def load_pipeline(folder: Path, lora: Path | None = None) -> Any:
         library.utils.logging.disable_progress_bar()
     pipeline: Any = FluxPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
+    use_processor(torch.get_num_threads())
     if lora:
         pipeline.load_lora_weights(lora)
     return pipeline

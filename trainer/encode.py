@@ -42,6 +42,7 @@ from bootstrap.weights import Weights
 from bootstrap.whereabouts import Phase, Place
 from jobs.problem import JobError, Problem
 from trainer.out_of_memory import in_parts_that_fit, is_out_of_memory, measure
+from trainer.processor import use_processor
 
 # T5-XXL is busy with four captions of 512 tokens; the VAE in float32 with four pictures of 512 px or one of 1024 px,
 # which take about 5 GB. A CPU gains nothing from a batch, and alone each picture comes out the same in any company.
@@ -270,8 +271,7 @@ def encode_part(run: RunFile, part: int, parts: int, place: Place | None = None)
     if run.plan.device == "cuda":
         device = torch.device("cuda", part % torch.cuda.device_count())
     else:
-        device = torch.device("cpu")
-        torch.set_num_threads(max(1, run.plan.threads))
+        device = use_processor(run.plan.threads)
     if texts:
         encode_texts(texts, run.weights, device, run.cache, place)
         gc.collect()  # T5 has to be gone before the VAE comes
@@ -286,9 +286,9 @@ def encode_part(run: RunFile, part: int, parts: int, place: Place | None = None)
 def encode_prompts(run: RunFile, prompts: Sequence[str]) -> None:
     """Encodes prompts that came up while the run trains: on the CPU, since the GPU is full."""
     wanted = {text_key(prompt, run.weights, False): Text(prompt, False, f"the prompt {prompt!r}") for prompt in prompts}
-    torch.set_num_threads(max(1, run.plan.threads))
+    processor = use_processor(run.plan.threads)
     if texts := _missing(wanted.items(), Cache(run.cache)):
-        encode_texts(texts, run.weights, torch.device("cpu"), run.cache)
+        encode_texts(texts, run.weights, processor, run.cache)
 
 
 def _missing(wanted: Iterable[tuple[str, T]], cache: Cache) -> dict[str, T]:

@@ -45,6 +45,7 @@ from trainer.attention import candidates
 from trainer.encode import encode_texts
 from trainer.model import Source, bare_model, fill, give_memory, sources
 from trainer.pipeline import Pipeline
+from trainer.processor import use_processor
 from trainer.sample import write_picture
 from trainer.sheet import Row, draw_grid
 from trainer.trained import trained_tensors
@@ -258,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("states", type=Path, nargs="+")
     add_options(parser)
     options = parser.parse_args(arguments)
-    device = torch.device("cuda") if torch.cuda.is_available() and not options.cpu else torch.device("cpu")
+    on_gpu = torch.cuda.is_available() and not options.cpu
+    device = torch.device("cuda") if on_gpu else use_processor(torch.get_num_threads())
     try:
         if options.to and options.to.exists():
             raise GridError(f"{options.to} is there already: name another file with --to")

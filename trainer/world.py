@@ -22,6 +22,7 @@ from accelerate import PartialState
 from bootstrap.processes import record_process
 from bootstrap.run_file import RunFile
 from bootstrap.whereabouts import End, Phase, Place
+from trainer.processor import use_processor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,8 +104,7 @@ def join_world(run: RunFile, place: Place | None = None) -> Iterator[World]:
     if size != run.plan.processes:
         raise RuntimeError(f"the plan asks for {run.plan.processes} processes, the launcher started {size}")
     if on_cpu:
-        torch.set_num_threads(run.plan.threads)
-        device = torch.device("cpu")
+        device = use_processor(run.plan.threads)
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

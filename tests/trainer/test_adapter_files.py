@@ -98,14 +98,15 @@ def test_stock_diffusers_loads_the_same_weights(
     try:
         generator = torch.Generator().manual_seed(5)
         found = {n: m for n, m in stock.named_modules() if hasattr(m, "get_delta_weight")}
-        for name in found.keys() | adapter.keys():
+        for name in sorted(found.keys() | adapter.keys()):
             (scale,) = found[name].scaling.values()
             (down,), (up,) = found[name].lora_A.values(), found[name].lora_B.values()
-            # in float64: float32 sums over 3072 columns differ by 5e-5 of the largest between processors
             some = torch.randn(down.weight.shape[1], generator=generator, dtype=torch.float64)
             theirs = scale * product(up.weight, down.weight, some)
             ours = adapter[name].scale * product(adapter[name].up, adapter[name].down, some) if name in adapter else 0
-            assert float((theirs - ours).abs().max()) <= 1e-6 * float(theirs.abs().max()), name
+            # of what is summed, not of the sum: that is near 0 by chance, and the files' float32 is then most of it
+            summed = scale * product(up.weight.abs(), down.weight.abs(), some.abs())
+            assert float((theirs - ours).abs().max()) <= 1e-6 * float(summed.max()), name
     finally:
         pipeline.unload_lora_weights()
 
