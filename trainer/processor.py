@@ -9,13 +9,14 @@ have taken an hour.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import conv2d
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_slow_conv2d_forward")  # attention's forward is quick as it is
+Kernel = Callable[..., Any]  # its first argument is what torch dispatches by
 
 
 def use_processor(threads: int) -> torch.device:
@@ -33,19 +34,63 @@ def multiply_in_float32() -> torch.library.Library:
     products = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that one is registered anew
-        for name in PRODUCTS:
-            plain = torch.library.get_kernel(f"aten::{name}", "CPU")
-            products.impl(name, _rounded_once(plain), "CPU", with_keyset=True)
+        for name, by_way_of_float32 in PRODUCTS.items():
+            plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+            products.impl(name, by_way_of_float32(plain), "CPU", with_keyset=True)
     return products
 
 
-def _rounded_once(plain: Any) -> Callable[..., torch.Tensor]:
-    """``plain``, a kernel of torch's, by way of float32 where it is given bfloat16."""
-
-    def product(keys: Any, *operands: Any, **factors: Any) -> torch.Tensor:
-        if any(operand.dtype is not torch.bfloat16 for operand in operands if isinstance(operand, torch.Tensor)):
-            return plain.call_boxed(keys, *operands, **factors)  # of mixed types too: it says what is wrong with them
-        wide = (operand.float() if isinstance(operand, torch.Tensor) else operand for operand in operands)
-        return plain.call_boxed(keys, *wide, **factors).bfloat16()
+def _matrices(plain: Kernel) -> Kernel:
+    def product(keys: Any, *operands: torch.Tensor, **factors: float) -> torch.Tensor:
+        if any(operand.dtype is not torch.bfloat16 for operand in operands):
+            return plain(keys, *operands, **factors)  # of mixed types too: it says what is wrong with them
+        return plain(keys, *map(torch.Tensor.float, operands), **factors).bfloat16()
 
     return product
+
+
+def _convolution(plain: Kernel) -> Kernel:
+    """torch comes here where oneDNN does not know the type; of float32 it has quicker ones than torch itself."""
+
+    def product(
+        keys: Any,
+        pictures: torch.Tensor,
+        weight: torch.Tensor,
+        size: Sequence[int],
+        bias: torch.Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+    ) -> torch.Tensor:
+        if pictures.dtype is not torch.bfloat16:
+            return plain(keys, pictures, weight, size, bias, stride, padding)
+        wide = None if bias is None else bias.float()
+        return conv2d(pictures.float(), weight.float(), wide, stride, padding).bfloat16()
+
+    return product
+
+
+def _attention(plain: Kernel) -> Kernel:
+    """Its gradients; forward is quick as it is."""
+
+    def gradients(keys: Any, *operands: Any, attn_mask: torch.Tensor | None = None, **how: Any) -> Any:
+        if operands[0].dtype is not torch.bfloat16:
+            return plain(keys, *operands, attn_mask=attn_mask, **how)
+        wide, mask = map(_wide, operands), _wide(attn_mask)
+        return tuple(gradient.bfloat16() for gradient in plain(keys, *wide, attn_mask=mask, **how))
+
+    return gradients
+
+
+def _wide(operand: Any) -> Any:
+    is_narrow = isinstance(operand, torch.Tensor) and operand.dtype is torch.bfloat16
+    return operand.float() if is_narrow else operand
+
+
+PRODUCTS: dict[str, Callable[[Kernel], Kernel]] = {
+    "mm": _matrices,
+    "addmm": _matrices,
+    "bmm": _matrices,
+    "baddbmm": _matrices,
+    "_slow_conv2d_forward": _convolution,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
+}

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from torch.nn.functional import conv2d, linear
+from torch.nn.functional import conv2d, linear, scaled_dot_product_attention
 
 from trainer.processor import multiply_in_float32, use_processor
 
@@ -48,6 +48,19 @@ def convolutions() -> None:
     torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=1e-6)  # half a place of bfloat16
 
 
+def attention() -> None:
+    """Its gradients are those of float32, as near as bfloat16 has them; where a mask is given too."""
+    for mask in (None, normal(7, 7, seed=3)):
+        narrow = [normal(2, 3, 7, 8, seed=seed).requires_grad_() for seed in range(3)]
+        wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
+        onto = normal(2, 3, 7, 8, seed=4)
+        scaled_dot_product_attention(*narrow, attn_mask=mask).backward(onto)
+        scaled_dot_product_attention(*wide, attn_mask=None if mask is None else mask.float()).backward(onto.float())
+        for ours, theirs in zip(narrow, wide, strict=True):
+            assert ours.grad.dtype is torch.bfloat16
+            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 0.01
+
+
 def other_types() -> None:
     a, b = normal(8, 16).double(), normal(16, 8).double()
     assert torch.equal(a @ b, torch.einsum("ij,jk->ik", a, b))
@@ -62,7 +75,7 @@ def without_instructions(check: Check) -> None:
     check()
 
 
-@pytest.mark.parametrize("check", [layers, batches, convolutions, other_types])
+@pytest.mark.parametrize("check", [layers, batches, convolutions, attention, other_types])
 def test_products(check: Check) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as another:  # it holds for a whole process
         another.submit(without_instructions, check).result(timeout=300)
