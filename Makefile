@@ -46,11 +46,14 @@ demo: $(STAMP) ## teach flux-tiny a thing it has never seen, full and LoRA, on C
 score: $(STAMP) ## the judge's table: what flux-tiny draws of 200 prompts, on CPU
 	@$(RUN) tiny.score
 
+# Three for two cores: much of what a test does is to wait for processes that it started (of two, 62 % of the cores' time).
+WORKERS := -n $(shell nproc | awk '{print int(1.5 * $$1)}') --maxprocesses 8
+
 test: $(STAMP) ## run the tests (no GPU, no account; under 10 minutes on two cores)
-	@$(RUN) pytest -n logical --maxprocesses 8 -m "not slow" tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
+	@$(RUN) pytest $(WORKERS) -m "not slow" tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
 
 test-slow: $(STAMP) ## the tests of make test that take longest: whole trainings that fail, are killed, or go many ways
-	@$(RUN) pytest -n logical --maxprocesses 8 -m slow tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
+	@$(RUN) pytest $(WORKERS) -m slow tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
 
 check: $(STAMP) ## lint, format, types, layers, shell scripts, Dockerfile
 	$(RUN) ruff check .
@@ -96,7 +99,7 @@ bench-volume: $(STAMP) ## fetching and loading weights against curl and dd (FOLD
 	@$(RUN) bench.volume $(if $(FOLDER),--folder "$(FOLDER)") $(MORE)
 
 trials: $(STAMP) ## a hundred seeded fetches from a hub that misbehaves, killed at random moments
-	@TRIALS=100 $(RUN) pytest -n logical --maxprocesses 8 tests/bootstrap/test_fetch_trials.py
+	@TRIALS=100 $(RUN) pytest $(WORKERS) tests/bootstrap/test_fetch_trials.py
 
 bench: $(STAMP) ## speed and memory of real-size FLUX on this machine's GPU
 	@$(RUN) bench.gpu $(MORE)

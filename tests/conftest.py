@@ -36,3 +36,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processor() -> None:
+    """Tests form products of bfloat16 as the product's own processes do."""
+    from trainer.processor import use_processor  # late: it imports torch
+
+    use_processor(1)
