@@ -62,6 +62,7 @@ from trainer.fp8_products import SCALINGS, multiply_in_fp8
 from trainer.make_optimizer import make_optimizer
 from trainer.model import predict
 from trainer.optimizer import Optimizer
+from trainer.processor import use_processor
 from trainer.trained import Trained, trained_tensors
 from trainer.world import World
 
@@ -354,7 +355,7 @@ def compare(mode: Mode, learning_rate: float, way: Way, twin: Way, adamw: Way, b
 
 def measure_rate(run_file: Path, steps: int, settling: int, modes: tuple[Mode, ...], rate: float) -> list[Row]:
     """All modes at one learning rate; the twins in float32 come first."""
-    torch.set_num_threads(1)
+    use_processor(1)
     trials = Trials(RunFile.read(run_file), steps, settling)
     ways: dict[Mode, Way] = {}
     rows = []

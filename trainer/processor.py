@@ -22,9 +22,14 @@ Kernel = Callable[..., Any]  # its first argument is what torch dispatches by
 def use_processor(threads: int) -> torch.device:
     """The CPU as this process's device, with so many threads."""
     torch.set_num_threads(max(1, threads))
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not multiplies_bf16():
         multiply_in_float32()
     return torch.device("cpu")
+
+
+def multiplies_bf16() -> bool:
+    """Whether torch has a quick way here: oneDNN's, with the instructions it wants."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache
