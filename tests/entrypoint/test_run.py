@@ -239,6 +239,7 @@ def test_the_pictures_are_encoded_once_by_two_processes(whole: Path) -> None:
     assert len(re.findall(r"encoded 5/5 images", told(whole)["said"])) == 2
 
 
+@pytest.mark.slow
 def test_kill_9_of_entrypoint_and_launcher_leaves_workers_which_the_next_start_ends(broken: Path) -> None:
     killed, again, *_ = told(broken)
     assert killed["code"] == -signal.SIGKILL
@@ -247,12 +248,14 @@ def test_kill_9_of_entrypoint_and_launcher_leaves_workers_which_the_next_start_e
     assert "going on at step 3 of 10" in again["said"]
 
 
+@pytest.mark.slow
 def test_kill_9_of_everything_goes_on_at_the_newest_state(broken: Path) -> None:
     _, killed, again, _ = told(broken)
     assert killed["code"] == -signal.SIGKILL
     assert f"going on at step {killed['states'][-1]} of 10" in again["said"]
 
 
+@pytest.mark.slow
 def test_a_stop_finishes_the_step_and_saves_its_state(broken: Path) -> None:
     stopped, again = told(broken)[2:]
     step = stopped["steps"][-1]
@@ -267,6 +270,7 @@ def test_a_stop_finishes_the_step_and_saves_its_state(broken: Path) -> None:
     assert f"going on at step {step} of 10" in again["said"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(broken: Path, whole: Path) -> None:
     """Two kills and a stop later: every step once, the same losses, weights, optimizer and pictures."""
     report = told(broken)[-1]
@@ -291,6 +295,7 @@ def test_a_finished_job_run_again_changes_no_file(whole: Path) -> None:
     assert snapshot(volume.root) == before
 
 
+@pytest.mark.slow
 def test_more_steps_and_fewer_processes_go_on_and_a_second_signal_leaves_at_once(
     broken: Path, whole: Path, tmp_path: Path, flux_tiny: Path
 ) -> None:

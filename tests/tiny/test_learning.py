@@ -31,6 +31,7 @@ def volume(tmp_path_factory: pytest.TempPathFactory, flux_tiny: Path) -> Volume:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("settings", [FULL, LORA], ids=["full", "lora"])
 def test_the_demo_teaches_a_shape_and_a_look_and_little_is_forgotten(settings: dict[str, Any], volume: Volume) -> None:
     prompts = [*new_prompts(PROMPTS), *known_prompts(PROMPTS)]

@@ -27,7 +27,10 @@ from trainer.optimizer import Optimizer
 from trainer.trained import Trained
 from trainer.world import World
 
-pytestmark = pytest.mark.skipif(not can_trace(), reason="this machine lets no process trace its child")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_trace(), reason="this machine lets no process trace its child"),
+]
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 SAVED, REFUSED = 0, 3  # codes of a child: the state stands; the save raised OSError

@@ -78,6 +78,7 @@ def sampled(run: RunFile, number: int) -> np.ndarray:
         return np.asarray(image)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [{}, {"ema": {"every": 1}}, {"method": "lora", "lora": {"rank": 4}, "ema": {}}],
@@ -96,6 +97,7 @@ def test_the_pictures_are_those_of_training(
         assert not np.array_equal(base, of_state)
 
 
+@pytest.mark.slow
 def test_columns_of_several_runs_keep_their_order(
     tmp_path: Path, flux_tiny: Path, control: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
