@@ -40,7 +40,9 @@ from tiny.drawn import draw_dataset
 
 POD = Pod(gpus=(), cpus=1, memory=8 << 30, shm=0, disk_free=1 << 40)  # one CPU: one thread, so sums have one order
 IMAGES = 10  # drawn: in four buckets, the last of which gives a smaller step
-LIMIT = 600.0  # seconds after which a training is taken to hang: the longest took 120 s here, 260 s on an older processor
+LIMIT = (
+    600.0  # seconds after which a training is taken to hang: the longest took 120 s here, 260 s on an older processor
+)
 
 JOB: dict[str, Any] = {
     "base": "flux-tiny",
