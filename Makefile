@@ -49,7 +49,7 @@ score: $(STAMP) ## the judge's table: what flux-tiny draws of 200 prompts, on CP
 # Three for two cores: much of what a test does is to wait for processes that it started (of two, 62 % of the cores' time).
 WORKERS := -n $(shell nproc | awk '{print int(1.5 * $$1)}') --maxprocesses 8
 
-test: $(STAMP) ## run the tests (no GPU, no account; under 10 minutes on two cores)
+test: $(STAMP) ## run the tests (no GPU, no account; about 10 minutes on two cores)
 	@$(RUN) pytest $(WORKERS) -m "not slow" tests --ignore tests/image --ignore tests/gpu --ignore tests/browser
 
 test-slow: $(STAMP) ## the tests of make test that take longest: whole trainings that fail, are killed, or go many ways
