@@ -99,7 +99,7 @@ def test_parts_that_the_store_has_are_not_sent_again(writable: LoopbackHub, parc
     lines: list[str] = []
     writable.fail(Fault("PUT /store/.*/4$", 503), times=1)
     writable.fail(Fault("PUT /store/.*/5$", stall=30.0), times=1)
-    sent(parcel, replace(QUICK, stall=1.5), lines.append)
+    sent(parcel, replace(QUICK, stall=6.0), lines.append)
     assert writable.store.uploads == 1
     assert sum(writable.store.received) == 190_000
     assert any("the hub's store answers 503" in line or "stalled" in line for line in lines)
