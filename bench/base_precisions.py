@@ -13,17 +13,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import yaml
 
-from bootstrap.outcome import DONE
-from bootstrap.validation import read_rounds
-from bootstrap.volume import Volume, write_atomically
-from entrypoint.run import run_job
+from bench.validation import rounds_of
+from bootstrap.volume import Volume
 from tiny.demo import LORA, draw_datasets, job_text, varied_scenes, write_pictures
 from tiny.scenes import UNSEEN
 
@@ -51,13 +48,7 @@ def run(volume: Volume, precision: str, steps: int) -> Result:
     del job["sample"]
     job["validation"] = {"path": "datasets/others", "every": steps, "images": HELD_OUT}
     job["plan"] = {"processes": 1, "base_precision": precision}
-    path = volume.jobs / f"{name}.yaml"
-    write_atomically(path, json.dumps(job, indent=2))  # JSON is YAML
-    with redirect_stdout(sys.stderr):
-        code = run_job(path, volume.root)
-    if code != DONE:
-        raise RuntimeError(f"{name} ended with code {code}")
-    rounds = read_rounds(volume.run(name).validation)
+    rounds = rounds_of(volume, name, json.dumps(job, indent=2))  # JSON is YAML
     first, last = rounds[0], rounds[-1]
     if first.step != 0 or first.loss is None or last.loss is None:
         raise RuntimeError(f"{name} has no loss at both ends")

@@ -62,13 +62,21 @@ def prepare(volume: Volume) -> None:
 
 def run(volume: Volume, name: str, steps: int) -> Result:
     """Raises RuntimeError where the run does not come to its end."""
-    job = volume.jobs / f"{name}.yaml"
-    write_atomically(job, JOB.format(name=name, steps=steps))
+    return Result(name, steps, rounds_of(volume, name, JOB.format(name=name, steps=steps)))
+
+
+def rounds_of(volume: Volume, name: str, job: str) -> list[Round]:
+    """Runs a job, given as the text of its file, and tells what its validation found.
+
+    Raises RuntimeError where the run does not come to its end.
+    """
+    path = volume.jobs / f"{name}.yaml"
+    write_atomically(path, job)
     with redirect_stdout(sys.stderr):
-        code = run_job(job, volume.root)
+        code = run_job(path, volume.root)
     if code != DONE:
         raise RuntimeError(f"{name} ended with code {code}")
-    return Result(name, steps, read_rounds(volume.run(name).validation))
+    return read_rounds(volume.run(name).validation)
 
 
 def table(results: Sequence[Result]) -> str:

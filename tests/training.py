@@ -40,9 +40,7 @@ from tiny.drawn import draw_dataset
 
 POD = Pod(gpus=(), cpus=1, memory=8 << 30, shm=0, disk_free=1 << 40)  # one CPU: one thread, so sums have one order
 IMAGES = 10  # drawn: in four buckets, the last of which gives a smaller step
-LIMIT = (
-    600.0  # seconds after which a training is taken to hang: the longest took 120 s here, 260 s on an older processor
-)
+LIMIT = 240.0  # seconds after which a training is taken to hang
 
 JOB: dict[str, Any] = {
     "base": "flux-tiny",
@@ -115,16 +113,16 @@ def _begin(work: Callable[..., int | None], arguments: tuple[Any, ...], log: Pat
     sys.exit(work(*arguments))
 
 
-def finish(processes: list[BaseProcess], log: Path) -> list[int | None]:
+def finish(processes: list[BaseProcess], log: Path, limit: float = LIMIT) -> list[int | None]:
     """Exit codes. What hangs is killed and told with its log."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     hanging = [process for process in processes if process.exitcode is None]
     for process in hanging:
         process.kill()
         process.join()
-    assert not hanging, f"still running after {LIMIT:g} s; the log:\n{log.read_text(errors='replace')}"
+    assert not hanging, f"still running after {limit:g} s; the log:\n{log.read_text(errors='replace')}"
     return [process.exitcode for process in processes]
 
 
@@ -201,17 +199,22 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def train(run: RunFile, processes: int | None = None, work: Callable[[Path], int | None] = _train) -> Trained:
+def train(
+    run: RunFile,
+    processes: int | None = None,
+    work: Callable[[Path], int | None] = _train,
+    limit: float = LIMIT,
+) -> Trained:
     """Trains in as many processes as planned, or in another number of them."""
     size = processes or run.plan.processes
     log, port = run.folder.log, free_port()
     world = [start(work, run.folder.run_file, log=log, rank=r, size=size, port=port) for r in range(size)]
-    return Trained(run, finish(world, log))
+    return Trained(run, finish(world, log, limit))
 
 
-def trained(volume: Volume, resume: State | None = None, **keys: Any) -> Trained:
+def trained(volume: Volume, resume: State | None = None, limit: float = LIMIT, **keys: Any) -> Trained:
     """Trains a job to its end, which must be a good one."""
-    result = train(prepared(volume, resume, **keys))
+    result = train(prepared(volume, resume, **keys), limit=limit)
     assert result.outcome.code == 0, result.log
     assert result.codes == [0] * result.run.plan.processes
     return result

@@ -88,7 +88,7 @@ def load_pipeline(folder: Path, lora: Path | None = None) -> Any:
         library.utils.logging.disable_progress_bar()
     pipeline: Any = FluxPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
-    use_processor(torch.get_num_threads())
+    use_processor()
     if lora:
         pipeline.load_lora_weights(lora)
     return pipeline

@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser)
     options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available() and not options.cpu
-    device = torch.device("cuda") if on_gpu else use_processor(torch.get_num_threads())
+    device = torch.device("cuda") if on_gpu else use_processor()
     try:
         if options.to and options.to.exists():
             raise GridError(f"{options.to} is there already: name another file with --to")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -12,7 +12,7 @@ from torch.nn.functional import conv2d, linear, scaled_dot_product_attention
 
 from trainer.processor import multiply_in_float32, use_processor
 
-Check = Callable[[], None]  # in a process that does so
+Check = Callable[[], None]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -75,10 +75,16 @@ def without_instructions(check: Check) -> None:
     check()
 
 
+@pytest.fixture(scope="module")
+def another() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own: the way holds for a whole one."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield process
+
+
 @pytest.mark.parametrize("check", [layers, batches, convolutions, attention, other_types])
-def test_products(check: Check) -> None:
-    with ProcessPoolExecutor(1, get_context("spawn")) as another:  # it holds for a whole process
-        another.submit(without_instructions, check).result(timeout=300)
+def test_products(check: Check, another: ProcessPoolExecutor) -> None:
+    another.submit(without_instructions, check).result(timeout=300)
 
 
 def test_threads() -> None:
